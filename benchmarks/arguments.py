@@ -11,16 +11,16 @@ class AtLeast:
     """Parses a whole number. If it is too low, argparse prints one sentence.
 
     Args:
-        least: the lowest allowed number.
+        minimum: the lowest allowed number.
     """
 
-    least: int
+    minimum: int
 
     def __call__(self, text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < self.least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {self.least}")
+        if value < self.minimum:
+            raise argparse.ArgumentTypeError(f"{value} is less than {self.minimum}")
         return value

@@ -152,13 +152,13 @@ def disk_rates(folder: Path, size: int, threads: int, progress: Progress) -> Rat
     """Returns the higher rates of those without and with the page cache."""
     folder.mkdir()
     found = []
-    for direct, most in ((True, size), (False, min(size, 4_000_000_000))):
+    for direct, maximum in ((True, size), (False, min(size, 4_000_000_000))):
         rates = sequential_rates(
-            folder, most, threads, direct=direct, seconds=progress.limit / (8 if direct else 32)
+            folder, maximum, threads, direct=direct, seconds=progress.limit / (8 if direct else 32)
         )
         way = "past" if direct else "through"
         progress.say(
-            f"disk, {most / 1e9:.3f} GB {way} the page cache by {threads} threads: writes "
+            f"disk, {maximum / 1e9:.3f} GB {way} the page cache by {threads} threads: writes "
             f"{rates.write / 1e9:.3f} GB/s, reads {rates.read / 1e9:.3f} GB/s"
         )
         found.append(rates)
@@ -281,7 +281,7 @@ def load(
     return seconds, peak
 
 
-def whole(text: str) -> int:
+def num_bytes(text: str) -> int:
     """Parses a number of bytes of an option."""
     return int(float(text))
 
@@ -289,7 +289,7 @@ def whole(text: str) -> int:
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 50e9")
+    parser.add_argument("--bytes", type=num_bytes, default=10**9, help="of entries, such as 50e9")
     parser.add_argument("--dim", type=AtLeast(1), default=64)
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="rowwise_adagrad")
     parser.add_argument("--eviction", choices=["lru", "lfu"], default="lfu")

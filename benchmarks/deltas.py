@@ -23,7 +23,15 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import AtLeast
-from benchmarks.checkpoint import OPTIMIZERS, Progress, disk_rates, fill, make_model, timed, whole
+from benchmarks.checkpoint import (
+    OPTIMIZERS,
+    Progress,
+    disk_rates,
+    fill,
+    make_model,
+    num_bytes,
+    timed,
+)
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
 from torchrec_hkv import checkpoint
@@ -112,7 +120,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, object
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 28e9")
+    parser.add_argument("--bytes", type=num_bytes, default=10**9, help="of entries, such as 28e9")
     parser.add_argument("--share", type=float, default=0.01, help="of the rows, looked up")
     parser.add_argument("--batch", type=AtLeast(1), default=65536, help="ids of a training step")
     parser.add_argument("--dim", type=AtLeast(1), default=64)

@@ -41,10 +41,10 @@ MEASURED = ("step_ms", "step_cpu_ms", "ratio", "cpu_ratio", "system_load")
 
 def draw(args: argparse.Namespace, universe: float, power: float) -> Tensor:
     """Draws the ids of one batch. In each call, equal numbers give different ids."""
-    n, most = args.tables * args.batch * args.bag, int(universe * args.rows)
+    n, maximum = args.tables * args.batch * args.bag, int(universe * args.rows)
     if power:
-        return power_law(n, most, power, torch.device("cpu"))
-    return torch.randint(most, (n,))
+        return power_law(n, maximum, power, torch.device("cpu"))
+    return torch.randint(maximum, (n,))
 
 
 def steady(

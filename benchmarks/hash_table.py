@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
-from benchmarks.ids import Ids
+from benchmarks.ids import IdPool
 from benchmarks.timing import median_ms
 from torchrec_hkv import HashTable
 from torchrec_hkv.hash_table import Uniform
@@ -110,7 +110,7 @@ def make_table(args: argparse.Namespace, dim: int, share: float) -> HashTable:
 
 
 def _inputs(
-    ids: Ids, operation: Operation, present: float, load: float, args: argparse.Namespace
+    ids: IdPool, operation: Operation, present: float, load: float, args: argparse.Namespace
 ) -> Iterator[Input]:
     """Draws the inputs of one call after the other."""
     for _ in range(args.calls + args.warm):
@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         rows = torch.randn(args.ids, dim, device=device)
         for share in args.hbm:
             table = make_table(args, dim, share)
-            ids = Ids(table, args.power)
+            ids = IdPool(table, args.power)
             for load in args.loads:
                 ids.fill(load)
                 for name in args.operations:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
-from benchmarks.ids import Ids
+from benchmarks.ids import IdPool
 from benchmarks.unordered_map import UnorderedMaps, compiler_version
 from torchrec_hkv import HashTable
 from torchrec_hkv.hash_table import Uniform
@@ -57,7 +57,7 @@ def _check_equal(
 
 
 def _measure(
-    table: HashTable, maps: UnorderedMaps, ids: Ids, operation: str, args: argparse.Namespace
+    table: HashTable, maps: UnorderedMaps, ids: IdPool, operation: str, args: argparse.Namespace
 ) -> dict[str, object]:
     present = {"find": 1.0, "find_or_insert": args.present}[operation]
     sides: list[tuple[str, Callable[[Tensor], Tensor]]] = [
@@ -108,13 +108,13 @@ def _measure(
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Yields one row per load factor and operation."""
     table = HashTable(args.dim, args.capacity, name=NAME, initializer=INITIALIZER)
-    ids = Ids(table)
+    ids = IdPool(table)
     for load in args.loads:
         ids.fill(load)
         entries = table.size
         growth = round((args.calls + WARM_UP) * args.ids * (1 - args.present))
-        most = entries + growth
-        maps = UnorderedMaps(args.threads, most, most, args.dim, NAME, INITIALIZER)
+        maximum = entries + growth
+        maps = UnorderedMaps(args.threads, maximum, maximum, args.dim, NAME, INITIALIZER)
         for part in ids.all().split(1 << 20):
             maps.find_or_insert(part)
         if len(maps) != entries:

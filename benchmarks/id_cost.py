@@ -49,7 +49,7 @@ KEYS = ("dim", "rows", "batch")
 _LEARNING_RATE = 0.01
 _EPS = 1e-8
 _RANGE = 0.05
-_LEAST = 10**6
+_MIN = 10**6
 #: New ids per call that fills the table.
 _FILL = 1 << 22
 #: Number of different batches, whose rows together exceed a GPU's cache.
@@ -218,12 +218,12 @@ def fitting(dim: int, load: float, batch: int, memory: int) -> list[int]:
     def fits(rows: int) -> bool:
         return Size(rows, dim, load).bytes(batch) <= memory
 
-    rows, power = [], _LEAST
+    rows, power = [], _MIN
     while fits(power):
         rows.append(power)
         power *= 10
-    most = [digit * power // 10 for digit in range(2, 10) if fits(digit * power // 10)]
-    return rows + most[-1:] if rows else []
+    maximum = [digit * power // 10 for digit in range(2, 10) if fits(digit * power // 10)]
+    return rows + maximum[-1:] if rows else []
 
 
 def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, object]]:

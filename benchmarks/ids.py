@@ -35,7 +35,7 @@ def power_law(n: int, ranks: int, power: float, device: torch.device) -> Tensor:
     return drawn.long().clamp_(0, ranks - 1)
 
 
-class Ids:
+class IdPool:
     """Ids for calls on one table.
 
     Args:

@@ -50,7 +50,7 @@ def by_rank(ids: Tensor, ranks: int) -> Tensor:
     return torch.bincount(owner_rank(ids, ranks), minlength=ranks)
 
 
-def made_up(count: int) -> Iterator[tuple[str, list[Tensor]]]:
+def synthetic_counts(count: int) -> Iterator[tuple[str, list[Tensor]]]:
     """Yields synthetic streams of one table, with ``count`` ids."""
     numbers = torch.arange(count)
     yield "sequential", [numbers]
@@ -81,7 +81,7 @@ def read(path: Path) -> list[Tensor]:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Yields one row per stream and number of ranks."""
-    streams = [*made_up(args.ids), *((path.stem, read(path)) for path in args.data)]
+    streams = [*synthetic_counts(args.ids), *((path.stem, read(path)) for path in args.data)]
     for name, tables in streams:
         total = sum(ids.numel() for ids in tables)
         counts = [ids.unique(return_counts=True) for ids in tables]

@@ -13,7 +13,7 @@ _DIMS = (4, 8, 12, 16, 20, 32, 48, 64, 80, 96, 100, 128, 132, 160, 192, 256, 320
 _MIXED = (8, 16, 32, 64, 128, 256)
 _POLICIES = ("lru", "lru", "lfu", "adaptive", "epoch_lfu")
 _OPTIMIZERS = ("rowwise_adagrad", "rowwise_adagrad", "rowwise_adagrad", "adam", "sgd", "adagrad")
-_LEAST_IDS = 2000
+_MIN_IDS = 2000
 
 
 def random_cells(device: str, number: int, seed: int) -> list[Cell]:
@@ -64,7 +64,5 @@ def _fits(cell: Cell, device: str) -> bool:
     ids = len(cell.dims) * cell.batch * cell.bag
     table_bytes = 12 * columns * cell.rows
     output_bytes = 4 * columns * cell.batch
-    most_ids, most_table, most_output = (8_000_000, 40e9, 4e9) if on_gpu else (200_000, 2e9, 200e6)
-    return (
-        _LEAST_IDS <= ids <= most_ids and table_bytes <= most_table and output_bytes <= most_output
-    )
+    max_ids, max_table, max_output = (8_000_000, 40e9, 4e9) if on_gpu else (200_000, 2e9, 200e6)
+    return _MIN_IDS <= ids <= max_ids and table_bytes <= max_table and output_bytes <= max_output

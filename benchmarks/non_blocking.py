@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from benchmarks.arguments import AtLeast
-from benchmarks.checkpoint import OPTIMIZERS, Progress, fill, make_model, whole
+from benchmarks.checkpoint import OPTIMIZERS, Progress, fill, make_model, num_bytes
 from benchmarks.deltas import wait
 from benchmarks.environment import report
 from benchmarks.ranks import device_of_rank, joined_ranks
@@ -156,7 +156,7 @@ def _for_seconds(seconds: float, unless: Callable[[], bool] = lambda: False) -> 
 def main(arguments: list[str] | None = None) -> None:
     """Parses arguments, measures, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bytes", type=whole, default=10**9, help="of entries, such as 50e9")
+    parser.add_argument("--bytes", type=num_bytes, default=10**9, help="of entries, such as 50e9")
     parser.add_argument("--delta", type=float, default=0.0, metavar="SHARE", help="of the rows")
     parser.add_argument("--seconds", type=float, default=15.0, help="of steps, before and at most")
     parser.add_argument("--batch", type=AtLeast(1), default=65536, help="ids of a training step")
@@ -167,8 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--hbm-bytes", type=AtLeast(1), help="HBM the table may take; all by default"
     )
-    parser.add_argument("--staging-bytes", type=whole, default=STAGING_BYTES)
-    parser.add_argument("--device-staging-bytes", type=whole, help="by default what is free")
+    parser.add_argument("--staging-bytes", type=num_bytes, default=STAGING_BYTES)
+    parser.add_argument("--device-staging-bytes", type=num_bytes, help="by default what is free")
     parser.add_argument("--threads", type=AtLeast(1), default=THREADS)
     parser.add_argument("--repeat", type=AtLeast(1), default=1, help="saves")
     parser.add_argument("--out", type=Path, help="CSV file")

@@ -343,7 +343,7 @@ def row_of(
     return row
 
 
-def summed_up(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def summary(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields the rows. At the end, rank 0 prints how many predictions were close."""
     ratios: list[tuple[float, float]] = []
     for row in rows:
@@ -380,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     with joined_ranks(args.device, minutes=5):
-        report_once(summed_up(measure(args)), args.out, KEYS)
+        report_once(summary(measure(args)), args.out, KEYS)
 
 
 if __name__ == "__main__":

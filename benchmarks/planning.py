@@ -43,8 +43,8 @@ from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.planning_model import dense_bytes, make_constraints, make_model, make_tables
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
+from torchrec_hkv.planner.loss_bounds import ScarceResource, tightest_bound
 from torchrec_hkv.planner.memory import RankMemory
-from torchrec_hkv.planner.prices import Scarce, tightest
 from torchrec_hkv.planner.report import TableReport
 from torchrec_hkv.planner.thinning import Thinning
 from torchrec_hkv.progress import reported
@@ -153,13 +153,15 @@ def compared(
     size = {option.name: option.tensor.shape.numel() for option in options}
     largest = sorted(size, key=lambda name: -size[name])[: 3 * len(losses) + 64]
     tables = {(option.path, option.name) for option in options if option.name in set(largest)}
-    levels = space._levels(planner._space, planner._room(), thinning=Thinning(tables, every=1))
+    levels = space._levels(
+        planner._space, planner._available_topology(), thinning=Thinning(tables, stride=1)
+    )
     budgets = [m.hbm.budget for m in memory]
     taken = [m.hbm.budget - m.hbm.free for m in memory]
-    scarce = [Scarce(levels, lambda level: level.hbm, sum(budgets))]
-    forced = sum(each.whole is None for each in levels.values())
-    fewest = (scarce[0].fewest() or 0) + forced
-    bound = tightest(scarce, len(losses) - forced)
+    scarce = [ScarceResource(levels, lambda level: level.hbm, sum(budgets))]
+    forced = sum(each.lossless is None for each in levels.values())
+    fewest = (scarce[0].min_lossy_tables() or 0) + forced
+    bound = tightest_bound(scarce, len(losses) - forced)
     costs = sorted(bound.costs.values())[: len(losses) - forced]
     times = times_of(options, [[shard.rank for shard in o.shards] for o in options], len(memory))
     return {

@@ -18,7 +18,7 @@ from torchrec_hkv.replay import Curve, Point, Policy, Replayed, ReplayedLog
 
 KERNELS = ("fused", "hkv", "tt")
 #: Rows of the smallest and of the largest possible table, and the exponent of their power law.
-LEAST, LARGEST, POWER = 1_000, 300_000_000, 0.2
+MIN, LARGEST, POWER = 1_000, 300_000_000, 0.2
 DIMS = (16, 32, 64, 128, 256)
 #: Pooling factors.
 POOLING = (1.0, 1.0, 1.0, 4.0, 20.0)
@@ -29,8 +29,8 @@ POWERS, LOOKUPS = (0.8, 1.2), 20
 def make_tables(count: int, seed: int) -> list[EmbeddingBagConfig]:
     """Creates tables in random order, whose rows are quantiles of a bounded power law."""
     draw = random.Random(seed)
-    kept = 1 - (LEAST / LARGEST) ** POWER
-    rows = [round(LEAST * (1 - kept * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)]
+    kept = 1 - (MIN / LARGEST) ** POWER
+    rows = [round(MIN * (1 - kept * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)]
     draw.shuffle(rows)
     return [
         EmbeddingBagConfig(

@@ -33,13 +33,13 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 from benchmarks.arguments import AtLeast
 from benchmarks.environment import CsvFile
 from benchmarks.quality_rows import DIM, methods, rows_of
-from benchmarks.quality_streams import REPLACED, TURNOVER, Stream, made, read
+from benchmarks.quality_streams import REPLACED, TURNOVER, Stream, read, synthetic_stream
 from torchrec_hkv import HKVOptions
 
 BATCH = 256
 _DENSE_RATE = 1e-3
 _FIRST_SHARE = 0.2
-MADE = {how.name: how for how in (TURNOVER, REPLACED)}
+SYNTHETIC_STREAMS = {how.name: how for how in (TURNOVER, REPLACED)}
 
 
 class Model(nn.Module):
@@ -246,7 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = f"hkv, {HKVOptions().eviction}"
     add = parser.add_argument
     add("--data", type=Path, action="append", default=[], help="a file; may be repeated")
-    add("--made", nargs="*", choices=list(MADE), default=list(MADE), help="(default: both)")
+    add(
+        "--made",
+        nargs="*",
+        choices=list(SYNTHETIC_STREAMS),
+        default=list(SYNTHETIC_STREAMS),
+        help="(default: both)",
+    )
     add("--shares", type=float, nargs="+", default=[0.25, 0.1], help="(default: 0.25 0.1)")
     add("--methods", nargs="+", choices=known, default=known, metavar="NAME")
     add("--baseline", choices=known, default=default, help="(default: %(default)s)")
@@ -271,7 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--data {path} can't be read: {error}")
         sources.append([stream] * args.seeds)
     for name in args.made:
-        sources.append([made(MADE[name], seed).first(args.limit) for seed in range(args.seeds)])
+        sources.append(
+            [
+                synthetic_stream(SYNTHETIC_STREAMS[name], seed).first(args.limit)
+                for seed in range(args.seeds)
+            ]
+        )
     rows: list[dict[str, object]] = []
     with CsvFile(args.out, ["stream", "share", "method", "baseline"]) as file:
         for streams, share in itertools.product(sources, args.shares):

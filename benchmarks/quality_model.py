@@ -120,8 +120,8 @@ def order_of(log: Ratings, column: str, variant: Variant, ratio: float) -> IdOrd
         log.ids[column][: log.train], log.labels[: log.train], log.sizes[column]
     )
     share = variant.order_share
-    most = None if share is None else int(share * _budget(log, column, ratio))
-    return IdOrder.by_value(means if variant.order == "label" else counts, most)
+    maximum = None if share is None else int(share * _budget(log, column, ratio))
+    return IdOrder.by_value(means if variant.order == "label" else counts, maximum)
 
 
 def ordered_ids(log: Ratings, variant: Variant | None, ratio: float = 1.0) -> dict[str, Tensor]:

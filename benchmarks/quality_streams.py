@@ -43,7 +43,7 @@ class Stream:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class SyntheticStream:
     """Parameters of a synthetic stream: positions have a fixed popularity, and in each tenth of the
     stream some positions get a new id.
 
@@ -62,11 +62,11 @@ class Made:
     bias: float
 
 
-TURNOVER = Made("turnover", 6000, 0.8, 0.2, 0.8)
-REPLACED = Made("all replaced", 1500, 0.8, 1.0, 1.2)
+TURNOVER = SyntheticStream("turnover", 6000, 0.8, 0.2, 0.8)
+REPLACED = SyntheticStream("all replaced", 1500, 0.8, 1.0, 1.2)
 
 
-def made(how: Made, seed: int, rows: int = _ROWS) -> Stream:
+def synthetic_stream(how: SyntheticStream, seed: int, rows: int = _ROWS) -> Stream:
     """Creates a stream whose clicks depend on a bias of each id and the interaction of two ids.
 
     Args:

@@ -42,7 +42,7 @@ from benchmarks.environment import report
 from benchmarks.ids import hashed, power_law
 from torchrec_hkv.hash_table import owner_rank
 from torchrec_hkv.hash_table.replicas import id_sync_bytes
-from torchrec_hkv.planner.traffic import Asked, Hosts, Traffic, step_traffic
+from torchrec_hkv.planner.traffic import HostTopology, TableLookups, Traffic, step_traffic
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PLANS = ("row_wise", "table_row_wise", "groups")
@@ -50,7 +50,7 @@ KEYS = ("plan", "power", "ranks", "rows", "dim", "tables", "batch", "bag")
 #: GB/s per rank: achieved NVLink of an H100 host, one 400 Gb/s card per rank, random rows in HBM.
 BANDWIDTHS = {"intra": 300.0, "inter": 40.0, "hbm": 1500.0}
 #: Largest number of drawn ids. With more ranks, each draws fewer, and counts are scaled up.
-_MOST_DRAWN = 1 << 23
+_MAX_DRAWN = 1 << 23
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -124,7 +124,7 @@ def _rows(args: argparse.Namespace, bandwidths: Mapping[str, float]) -> Iterator
         first: dict[str, float] = {}
         for ranks in args.ranks:
             each = args.batch * args.bag
-            drawn = max(1, min(each, _MOST_DRAWN // ranks))
+            drawn = max(1, min(each, _MAX_DRAWN // ranks))
             load = Load(ranks, drawn, args.rows, power, args.ranks_of_host)
             for plan in PLANS:
                 row = _step(args, bandwidths, plan, power, ranks, load, each / drawn)
@@ -151,13 +151,17 @@ def _step(
     owners = load.ids.view(ranks // local, local).sum(dim=0) if plan != "row_wise" else load.ids
     uneven = imbalance(owners)
     if plan == "row_wise":
-        kind, where = "row_wise", Hosts(ranks, local)
+        kind, where = "row_wise", HostTopology(ranks, local)
     elif plan == "table_row_wise":
-        kind, where, dims = "table_row_wise", Hosts(ranks, local), [args.dim] * local
+        kind, where, dims = "table_row_wise", HostTopology(ranks, local), [args.dim] * local
     else:
-        kind, where = "row_wise", Hosts(local, local)
-    traffic = step_traffic(Asked(kind, dims, ids, float(args.batch), True), where) * args.tables
-    ids_part = step_traffic(Asked(kind, [0] * len(dims), ids, float(args.batch), True), where)
+        kind, where = "row_wise", HostTopology(local, local)
+    traffic = (
+        step_traffic(TableLookups(kind, dims, ids, float(args.batch), True), where) * args.tables
+    )
+    ids_part = step_traffic(
+        TableLookups(kind, [0] * len(dims), ids, float(args.batch), True), where
+    )
     ids_part = ids_part * args.tables
     # Ids arrive at their owners; the exchange of rows and gradients is even.
     exchange = _ms(traffic, bandwidths) + (uneven - 1) * _ms(ids_part, bandwidths)
@@ -167,9 +171,9 @@ def _step(
     if plan == "groups" and hosts > 1:
         # Upper bound on the distinct ids since the last sync in the part that a rank owns.
         steps = scale * args.sync_every
-        most = args.rows / local
-        here = min(load.distinct_of_host / local * steps, most) * args.tables
-        anywhere = min(float(load.distinct.sum()) / local * steps, most) * args.tables
+        maximum = args.rows / local
+        here = min(load.distinct_of_host / local * steps, maximum) * args.tables
+        anywhere = min(float(load.distinct.sum()) / local * steps, maximum) * args.tables
         sync_bytes = id_sync_bytes(here, anywhere, args.dim, 1, "lru", hosts)
         sync_ms = 1e-6 * sync_bytes / bandwidths["inter"] / args.sync_every
     if plan == "table_row_wise":

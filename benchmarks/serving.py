@@ -49,7 +49,7 @@ from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from torchrec_hkv.serving import KeyedIds, ServingModel, export, load
 from torchrec_hkv.serving.page_cache import warm
-from torchrec_hkv.serving.placement import Placement, chosen_again
+from torchrec_hkv.serving.placement import Placement, rechoose_hot_rows
 from torchrec_hkv.serving.table_builder import MEMORY_BYTES, TableBuilder
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
@@ -148,7 +148,7 @@ def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnly
         return tables
     for numbers in requests_of(args, warm_up=True):
         tables.rows(0, ids[numbers].to(args.device))
-    return ReadOnlyTables([dataclasses.replace(table, hot=chosen_again(table))], counters)
+    return ReadOnlyTables([dataclasses.replace(table, hot=rechoose_hot_rows(table))], counters)
 
 
 def hit_rate(tables: ReadOnlyTables, requests: Sequence[Tensor]) -> float | None:

@@ -91,7 +91,7 @@ def _rows(args: argparse.Namespace, device: torch.device, backend: str) -> Itera
             _train(group, ids[chosen])
             changes = ReplicaChanges(group, 0, 64 << 20)
             _train(group, ids[chosen])
-            times["look"].append(_timed(changes.look, device))
+            times["look"].append(_timed(changes.find_changes, device))
             times["sync"].append(_timed(sync.sync, device))
             times["all_reduce"].append(_timed(lambda: dist.all_reduce(table), device))
         measured = {}

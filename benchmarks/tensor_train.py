@@ -85,7 +85,7 @@ class Workload:
         """Returns the shapes of the tables."""
         q, shapes = (4, 4, 4), []
         for p in self.p:
-            ranks = tuple(min(self.rank, most) for most in max_ranks(p, q))
+            ranks = tuple(min(self.rank, maximum) for maximum in max_ranks(p, q))
             shapes.append(TTShape(math.prod(p), 64, p, q, ranks))
         return shapes
 

@@ -97,19 +97,19 @@ def _ids(stream: str, n: int, rows: int) -> Tensor:
     return power_law(n, rows, 1.2, torch.device("cpu")) * 7_368_787 % rows
 
 
-def _least(
+def _minimum(
     sides: dict[str, TensorTrain | Einsum], batch: Batch, rounds: int
 ) -> dict[str, tuple[float, float]]:
     """Returns (wall time, processor time of all threads) of each side, in nanoseconds per id."""
-    least = {name: (float("inf"), float("inf")) for name in sides}
+    minimum = {name: (float("inf"), float("inf")) for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():
             begin, begin_cpu = time.perf_counter(), time.process_time()
             side.step(batch)
             passed, spent = time.perf_counter() - begin, time.process_time() - begin_cpu
-            least[name] = (min(least[name][0], passed), min(least[name][1], spent))
+            minimum[name] = (min(minimum[name][0], passed), min(minimum[name][1], spent))
     scale = 1e9 / batch.ids.numel()
-    return {name: (scale * passed, scale * spent) for name, (passed, spent) in least.items()}
+    return {name: (scale * passed, scale * spent) for name, (passed, spent) in minimum.items()}
 
 
 def _rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -125,7 +125,7 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             side.step(batch)
         for one, other in zip(cores, sides["einsum"].cores, strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
-        least = _least(sides, batch, args.rounds)
+        minimum = _minimum(sides, batch, args.rounds)
         yield {
             "operation": "forward, backward and SGD",
             "p": " ".join(map(str, args.p)),
@@ -134,12 +134,12 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             "distinct": ids.unique().numel(),
             "stream": stream,
             "threads": torch.get_num_threads(),
-            "tt_cpu_ns_per_id": round(least["tt"][1], 1),
-            "einsum_cpu_ns_per_id": round(least["einsum"][1], 1),
-            "cpu_ratio": round(least["tt"][1] / least["einsum"][1], 4),
-            "tt_ns_per_id": round(least["tt"][0], 1),
-            "einsum_ns_per_id": round(least["einsum"][0], 1),
-            "ratio": round(least["tt"][0] / least["einsum"][0], 4),
+            "tt_cpu_ns_per_id": round(minimum["tt"][1], 1),
+            "einsum_cpu_ns_per_id": round(minimum["einsum"][1], 1),
+            "cpu_ratio": round(minimum["tt"][1] / minimum["einsum"][1], 4),
+            "tt_ns_per_id": round(minimum["tt"][0], 1),
+            "einsum_ns_per_id": round(minimum["einsum"][0], 1),
+            "ratio": round(minimum["tt"][0] / minimum["einsum"][0], 4),
         }
 
 

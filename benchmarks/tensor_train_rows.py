@@ -37,7 +37,7 @@ def _batch(rows: int, n: int, bag: int, stream: str) -> Batch:
     return Batch(ids, offsets, torch.arange(n) // bag, n // bag)
 
 
-def _row(shape: TTShape, batch: Batch, stream: str, least: tuple[float, float]) -> dict:
+def _row(shape: TTShape, batch: Batch, stream: str, minimum: tuple[float, float]) -> dict:
     distinct = batch.ids.unique()
     prefixes = (distinct // shape.p[2]).unique().numel()
     return {
@@ -52,8 +52,8 @@ def _row(shape: TTShape, batch: Batch, stream: str, least: tuple[float, float]) 
         "rows_per_prefix": round(distinct.numel() / prefixes, 2),
         "stream": stream,
         "threads": torch.get_num_threads(),
-        "cpu_ns_per_id": round(least[1], 1),
-        "ns_per_id": round(least[0], 1),
+        "cpu_ns_per_id": round(minimum[1], 1),
+        "ns_per_id": round(minimum[0], 1),
     }
 
 
@@ -66,7 +66,7 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
             batch = _batch(rows, args.ids // args.bag * args.bag, args.bag, stream)
             table.step(batch)
             tables.append((shape, table, batch))
-        least = [(float("inf"), float("inf"))] * len(tables)
+        minimum = [(float("inf"), float("inf"))] * len(tables)
         for _ in range(args.rounds):
             for at, (_, table, batch) in enumerate(tables):
                 begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -74,9 +74,12 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
                 spent = time.process_time() - begin_cpu
                 passed = time.perf_counter() - begin
                 scale = 1e9 / batch.ids.numel()
-                least[at] = min(least[at][0], scale * passed), min(least[at][1], scale * spent)
-        first = least[0][1]
-        for (shape, _, batch), its in zip(tables, least, strict=True):
+                minimum[at] = (
+                    min(minimum[at][0], scale * passed),
+                    min(minimum[at][1], scale * spent),
+                )
+        first = minimum[0][1]
+        for (shape, _, batch), its in zip(tables, minimum, strict=True):
             yield {**_row(shape, batch, stream, its), "over_first": round(its[1] / first, 3)}
 
 

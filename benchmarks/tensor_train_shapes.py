@@ -45,7 +45,7 @@ class Case:
         """Returns the shape with row factors divided by ``divisor``."""
         factors = P[len(self.q)] if self.rows is None else factor_rows(self.rows, len(self.q))
         p = tuple(max(2, factor // divisor) for factor in factors)
-        ranks = tuple(min(self.rank, most) for most in max_ranks(p, self.q))
+        ranks = tuple(min(self.rank, maximum) for maximum in max_ranks(p, self.q))
         return TTShape(math.prod(p), math.prod(self.q), p, self.q, ranks)
 
 

@@ -204,7 +204,7 @@ def replayed(tables: HashTables, ids: list[Tensor], offsets: Tensor, grad: Tenso
     return milliseconds(lambda at: graph.replay(), 20)[0]
 
 
-class Steps:
+class StepTimer:
     """The steps of a workload, with the same ids for all sides.
 
     Args:
@@ -245,7 +245,7 @@ class Steps:
         taken = requested("peak") - before - out.nbytes
         return taken / self._batches[0].numel()
 
-    def times_of_tables(self, side: str, tables: HashTables) -> dict[str, float]:
+    def table_times(self, side: str, tables: HashTables) -> dict[str, float]:
         """Like :meth:`times`, for a group of hash tables, and also as a CUDA graph."""
         times = self.times(side, tables.forward)
         as_graph = replayed(tables, self._batches, self._offsets, self._grad)
@@ -255,21 +255,21 @@ class Steps:
 def compare(work: Workload, optimizer: str, load: float) -> dict[str, float]:
     """Returns milliseconds of both sides."""
     device = torch.device("cuda")
-    steps = Steps(work)
+    steps = StepTimer(work)
     result = steps.times("fbgemm", make_fbgemm(work, optimizer, device))
-    result |= steps.times_of_tables("hkv", HashTables(work, optimizer, load, device))
+    result |= steps.table_times("hkv", HashTables(work, optimizer, load, device))
     return result | {"ratio": result["hkv_ms"] / result["fbgemm_ms"]}
 
 
 def compare_modes(work: Workload, optimizer: str, load: float) -> dict[str, float]:
     """Returns milliseconds without and with deterministic mode."""
     device = torch.device("cuda")
-    steps = Steps(work)
+    steps = StepTimer(work)
     result: dict[str, float] = {}
     for side in ("plain", "deterministic"):
         ordered = side == "deterministic"
         tables = HashTables(work, optimizer, load, device, deterministic=ordered)
-        result |= steps.times_of_tables(side, tables)
+        result |= steps.table_times(side, tables)
         del tables  # there may be no memory for two groups
         torch.cuda.empty_cache()
     return result | {"ratio": result["deterministic_ms"] / result["plain_ms"]}
@@ -287,7 +287,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             yield {"workload": name, "optimizer": optimizer, **row, **versions}
 
 
-def parser_of_workloads(description: str) -> argparse.ArgumentParser:
+def workload_parser(description: str) -> argparse.ArgumentParser:
     """Creates a parser with options for workloads, optimizers and a load factor."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
@@ -300,7 +300,7 @@ def parser_of_workloads(description: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     """Parses arguments, measures, writes."""
-    parser = parser_of_workloads(__doc__.splitlines()[0])
+    parser = workload_parser(__doc__.splitlines()[0])
     parser.add_argument(
         "--deterministic", action="store_true", help="deterministic mode beside the other"
     )

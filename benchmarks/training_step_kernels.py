@@ -11,7 +11,7 @@ grouping
   of positions; ``update`` is the backward with the optimizer.
 - ``kernel``: name of the kernel's function; or ``least`` for the lower bound of the stage's
 traffic,
-  see :func:`least_bytes`, and its time at the rate of a copy in HBM, measured in the same process.
+  see :func:`min_bytes`, and its time at the rate of a copy in HBM, measured in the same process.
 - ``launches``, ``us``, ``read_mb``, ``written_mb``: number, microseconds and millions of bytes of
 DRAM
   of all launches of the kernel in the stage.
@@ -38,7 +38,7 @@ from benchmarks.training_step import (
     WORKLOADS,
     HashTables,
     Workload,
-    parser_of_workloads,
+    workload_parser,
 )
 
 STAGES = ("lookup", "pooling", "update")
@@ -56,7 +56,7 @@ BUCKET_SLOTS = 64
 COPY_BYTES = 2 << 30
 
 
-def least_bytes(slots: Tensor, work: Workload, state_width: int) -> dict[str, tuple[int, int]]:
+def min_bytes(slots: Tensor, work: Workload, state_width: int) -> dict[str, tuple[int, int]]:
     """Returns the bytes that each stage must read and write, each once, starting with empty caches.
 
     Ids and slots take 8 bytes per position. A lookup reads a line of digests of each bucket and the
@@ -126,8 +126,8 @@ def run_step(name: str, optimizer: str, load: float) -> None:
     out.backward(grad)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStop()
-    least = least_bytes(slots, work, OPTIMIZERS[optimizer][0].state_width(work.dim))
-    print(json.dumps({"least": least, "rate": rate}))
+    minimum = min_bytes(slots, work, OPTIMIZERS[optimizer][0].state_width(work.dim))
+    print(json.dumps({"least": minimum, "rate": rate}))
 
 
 def parse_kernels(lines: Iterable[str]) -> list[dict[str, object]]:
@@ -179,10 +179,10 @@ def measure_step(ncu: str, name: str, optimizer: str, load: float) -> Iterator[d
     facts = json.loads(said)
     for stage in STAGES:
         read, written = facts["least"][stage]
-        least = {"stage": stage, "kernel": "least", "launches": 0}
-        least |= {"us": (read + written) / facts["rate"] * 1e6}
-        least |= {"read_mb": read / 1e6, "written_mb": written / 1e6}
-        for row in (least, *(kernel for kernel in kernels if kernel["stage"] == stage)):
+        minimum = {"stage": stage, "kernel": "least", "launches": 0}
+        minimum |= {"us": (read + written) / facts["rate"] * 1e6}
+        minimum |= {"read_mb": read / 1e6, "written_mb": written / 1e6}
+        for row in (minimum, *(kernel for kernel in kernels if kernel["stage"] == stage)):
             yield row | {column: round(row[column], 1) for column in METRICS}
 
 
@@ -196,7 +196,7 @@ def measure(args: argparse.Namespace, ncu: str) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     """Parses arguments, measures, writes."""
-    parser = parser_of_workloads(__doc__.splitlines()[0])
+    parser = workload_parser(__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="CSV file")
     parser.add_argument(
         "--step", action="store_true", help="only take the step, of one workload and optimizer"

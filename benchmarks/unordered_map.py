@@ -57,20 +57,20 @@ class UnorderedMaps:
     Args:
         threads: number of threads.
         entries: number of entries for which the maps have buckets from the start.
-        most: largest number of rows.
+        maximum: largest number of rows.
         dim: number of columns.
         name: name of the table whose initial rows new ids get.
         initializer: distribution of the initial rows.
     """
 
     def __init__(
-        self, threads: int, entries: int, most: int, dim: int, name: str, initializer: Uniform
+        self, threads: int, entries: int, maximum: int, dim: int, name: str, initializer: Uniform
     ) -> None:
         self._library = _library()
         self.dim = dim
         seed = table_seed(0, name) % (1 << 64)
         low, high = initializer.low, initializer.high
-        self._maps = self._library.maps_make(threads, entries, most, dim, seed, low, high)
+        self._maps = self._library.maps_make(threads, entries, maximum, dim, seed, low, high)
 
     def close(self) -> None:
         """Frees the memory."""

@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class MemoryBytes:
     """Bytes in HBM and in host memory."""
 
     hbm: int
@@ -101,14 +101,14 @@ class Taken:
         return self.hbm + self.host
 
 
-def stated_bytes(arguments: argparse.Namespace, capacity: int) -> Taken:
+def stated_bytes(arguments: argparse.Namespace, capacity: int) -> MemoryBytes:
     """Computes the bytes that the table will take."""
     states = STATES[arguments.optimizer] * arguments.dim
     memory = table_memory(capacity, arguments.dim, states, "lru", initial_capacity=capacity)
     if arguments.device == "cpu":
-        return Taken(0, memory.bytes)
+        return MemoryBytes(0, memory.bytes)
     limit = None if arguments.max_hbm_gb is None else arguments.max_hbm_gb << 30
-    return Taken(*gpu_table_bytes(memory, limit))
+    return MemoryBytes(*gpu_table_bytes(memory, limit))
 
 
 def make(
@@ -222,11 +222,11 @@ def largest_error(embedding: HierarchicalHashEmbedding, part: range, batch_size:
 
 
 def failures(
-    embedding: HierarchicalHashEmbedding, ids: int, error: float, stated: Taken
+    embedding: HierarchicalHashEmbedding, ids: int, error: float, stated: MemoryBytes
 ) -> list[str]:
     """Prints the table's size and memory; returns a sentence per check that failed."""
     group, counted = embedding.group, embedding.counters()["embedding"]
-    taken = Taken(group.hbm_bytes(0), group.host_bytes(0))
+    taken = MemoryBytes(group.hbm_bytes(0), group.host_bytes(0))
     print(
         f"held {counted['size']:,} of {ids:,} ids, load factor"
         f" {counted['size'] / counted['capacity']:.3f}, evicted {counted['evicted']:,}, refused"
@@ -243,10 +243,10 @@ def failures(
     if taken.hbm > stated.hbm + (64 << 20) or taken.host > stated.host + (64 << 20):
         found.append(f"The table took {taken}, but {stated} were stated.")
     if embedding.device.type == "cuda":
-        peak, most = torch.cuda.max_memory_reserved(), stated.hbm + (GRADIENTS_GB << 30)
-        print(f"all took at most {peak:,} bytes of HBM; {most:,} were stated")
-        if peak > most:
-            found.append(f"{peak:,} bytes of HBM were taken, but {most:,} were stated.")
+        peak, maximum = torch.cuda.max_memory_reserved(), stated.hbm + (GRADIENTS_GB << 30)
+        print(f"all took at most {peak:,} bytes of HBM; {maximum:,} were stated")
+        if peak > maximum:
+            found.append(f"{peak:,} bytes of HBM were taken, but {maximum:,} were stated.")
     return found
 
 

@@ -30,7 +30,7 @@ TASK = RecTaskInfo(
 )
 
 
-class Judged(nn.Module):
+class EvaluatedModel(nn.Module):
     """Adds a loss to a model of logits, for TorchRec's pipelines and metrics.
 
     Args:
@@ -88,7 +88,7 @@ def make_metrics(batch_size: int, rows: int, device: torch.device) -> RecMetricM
 
 
 @dataclasses.dataclass(frozen=True)
-class Judgement:
+class EvaluationResult:
     """The figures of one evaluation.
 
     Attributes:
@@ -104,7 +104,7 @@ class Judgement:
     auc: float
 
     @classmethod
-    def of(cls, evaluation: Evaluation) -> Judgement:
+    def of(cls, evaluation: Evaluation) -> EvaluationResult:
         """Reads the figures from TorchRec's metrics."""
         by_kind = {
             name.partition("-")[0]: value
@@ -115,14 +115,14 @@ class Judgement:
 
 
 def train_with_evaluations(
-    judged: Judged,
+    judged: EvaluatedModel,
     optimizer: torch.optim.Optimizer,
     train: Iterable[ClickBatch],
     test: Callable[[], Iterator[ClickBatch]],
     every: int,
     metrics: Callable[[], RecMetricModule],
     device: torch.device,
-) -> tuple[list[Judgement], float]:
+) -> tuple[list[EvaluationResult], float]:
     """Trains, and evaluates every ``every`` steps and after the last.
 
     Args:
@@ -151,4 +151,4 @@ def train_with_evaluations(
     evaluations = train_and_evaluate(
         judged, optimizer, train, begin, every, metrics=metrics, device=device, on_evaluation=end
     )
-    return [Judgement.of(evaluation) for evaluation in evaluations], seconds
+    return [EvaluationResult.of(evaluation) for evaluation in evaluations], seconds

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from click_batches import ClickBatch, ClickBatches, Rows
 from click_data import ClickLog
-from click_evaluation import Judged, Judgement, make_metrics, train_with_evaluations
+from click_evaluation import EvaluatedModel, EvaluationResult, make_metrics, train_with_evaluations
 from click_model import Variant, build
 from saves import Saves, epochs_done
 from torch import nn
@@ -84,7 +84,7 @@ class Result:
     samples_per_second: float
     rows: dict[str, int]
     counters: dict[str, int]
-    judgements: Sequence[Judgement] = ()
+    judgements: Sequence[EvaluationResult] = ()
     progress: Sequence[Progress] = ()
 
 
@@ -105,7 +105,7 @@ def run(log: ClickLog, split: int, variant: Variant, settings: Settings) -> Resu
     started = time.perf_counter()
     folder = settings.tensorboard / variant.key if settings.tensorboard and rank == 0 else None
     test = range(split, len(log))
-    judgements: list[Judgement] = []
+    judgements: list[EvaluationResult] = []
     judging = 0.0
     with Reporter(model, variant, steps, folder) as reporter:
         training = training_batches(batches, range(split), settings, done, saves)
@@ -238,7 +238,7 @@ def train_and_judge(
     settings: Settings,
     reporter: Reporter,
     dense_optimizer: KeyedOptimizerWrapper,
-) -> tuple[float, list[Judgement], float]:
+) -> tuple[float, list[EvaluationResult], float]:
     """Trains with the same steps as :func:`train`, and evaluations in between.
 
     Returns:
@@ -259,7 +259,7 @@ def train_and_judge(
                 reporter.quality(step, loss, auc)
 
     judgements, seconds = train_with_evaluations(
-        Judged(model, recent),
+        EvaluatedModel(model, recent),
         dense_optimizer,
         reported(),
         lambda: batches.in_order(test, settings.batch_size),

@@ -17,7 +17,7 @@ SUFFIXES = (".txt", ".tsv", ".gz", "")
 COUNTS, IDS = 13, 26
 MISSING = -1
 # Largest number of digits of an id. Published ids have eight; more than fifteen may exceed int64.
-MOST_DIGITS = 15
+MAX_DIGITS = 15
 
 
 def read(
@@ -43,7 +43,7 @@ def read(
                 try:
                     if len(fields) != 1 + COUNTS + IDS:
                         raise ValueError
-                    if max(map(len, fields[1 + COUNTS :])) > MOST_DIGITS:
+                    if max(map(len, fields[1 + COUNTS :])) > MAX_DIGITS:
                         raise ValueError
                     labels.append({"0": 0.0, "1": 1.0}[fields[0]])
                     counts.append([float(f) if f else np.nan for f in fields[1 : 1 + COUNTS]])

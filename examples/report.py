@@ -17,7 +17,7 @@ from torchrec_hkv._version import __version__
 
 if TYPE_CHECKING:
     from click_data import ClickLog
-    from click_evaluation import Judgement
+    from click_evaluation import EvaluationResult
     from click_training import Result, Settings
 
 PACKAGES = ["torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "torch"]
@@ -61,7 +61,7 @@ def print_table(title: str, results: list[Result]) -> None:
     Console().print(table)
 
 
-def print_judgements(judgements: Sequence[Judgement]) -> None:
+def print_judgements(judgements: Sequence[EvaluationResult]) -> None:
     """Prints a line per evaluation on the test."""
     for one in judgements:
         print(

@@ -237,7 +237,7 @@ class Run:
         place = (scores > own).sum(1).cpu()
         return torch.where(torch.from_numpy(number < len(known)), place, len(known))
 
-    def held(self) -> int:
+    def num_items(self) -> int:
         """Returns the number of items in the table."""
         if self.key == "stock":
             return len(self.items)
@@ -295,8 +295,8 @@ def _summed(places: torch.Tensor, device: torch.device) -> np.ndarray:
     return sums.cpu().numpy()
 
 
-def check_known(events: Events, length: int, batch_size: int) -> None:
-    """Raises DataError if there are too few histories for :func:`train_known`."""
+def check_epochs(events: Events, length: int, batch_size: int) -> None:
+    """Raises DataError if there are too few histories for :func:`train_epochs`."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     pieces, tests = without_last(events, length), last_events(events)
     if len(pieces) < batch_size or len(tests) < processes:
@@ -316,7 +316,7 @@ def check_time(events: Events, batch_size: int) -> None:
         )
 
 
-def train_known(events: Events, key: str, settings: Settings) -> Score:
+def train_epochs(events: Events, key: str, settings: Settings) -> Score:
     """Trains on all histories without their last items, and predicts these items after each epoch.
 
     Random draws after resuming differ from those of an uninterrupted run.
@@ -339,7 +339,7 @@ def train_known(events: Events, key: str, settings: Settings) -> Score:
             progress(step, step * settings.batch_size, sums[0] / sums[2])
             made.saves.save(epoch + 1, *sums)
     hits, gain, count = sums
-    return Score(hits / count, gain / count, int(count), made.held(), progress.points)
+    return Score(hits / count, gain / count, int(count), made.num_items(), progress.points)
 
 
 def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -> np.ndarray:
@@ -395,4 +395,4 @@ def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
                 since[:] = 0
                 made.saves.save(step, *sums)
     hits, gain, count = sums
-    return Score(hits / count, gain / count, int(count), made.held(), progress.points)
+    return Score(hits / count, gain / count, int(count), made.num_items(), progress.points)

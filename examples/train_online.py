@@ -62,8 +62,8 @@ class Period:
         return [*figures, f"{self.metrics.expired:,}", f"{self.metrics.evicted:,}"]
 
 
-def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
-    """Splits the rows into periods of ``days`` days and at least ``least`` rows; into ten equal
+def periods_of(log: ClickLog, days: int, minimum: int) -> list[range]:
+    """Splits the rows into periods of ``days`` days and at least ``minimum`` rows; into ten equal
     parts if the log has no times.
 
     Raises:
@@ -76,7 +76,7 @@ def periods_of(log: ClickLog, days: int, least: int) -> list[range]:
         bounds = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(log)]
     periods: list[range] = []
     for begin, end in itertools.pairwise(bounds):
-        if periods and (len(periods[-1]) < least or len(log) - begin < least):
+        if periods and (len(periods[-1]) < minimum or len(log) - begin < minimum):
             begin = periods.pop().start
         periods.append(range(begin, end))
     if len(periods) < 2:

@@ -32,10 +32,10 @@ from sequence_training import (
     RUNS,
     Score,
     Settings,
-    check_known,
+    check_epochs,
     check_time,
     pass_over_time,
-    train_known,
+    train_epochs,
 )
 
 COLUMNS = ("run", "recall@10", "NDCG@10", "items held")
@@ -86,7 +86,7 @@ def main() -> None:
     log = load(arguments)
     events = Events.of(log)
     if arguments.order == "known":
-        check_known(events, arguments.length, arguments.batch_size)
+        check_epochs(events, arguments.length, arguments.batch_size)
     else:
         check_time(events, arguments.batch_size)
     with processes(arguments.device) as device:
@@ -111,7 +111,7 @@ def main() -> None:
                 save=arguments.save,
                 resume=arguments.resume,
             )
-            learn = train_known if arguments.order == "known" else pass_over_time
+            learn = train_epochs if arguments.order == "known" else pass_over_time
             for key in arguments.runs:
                 results[key].append(learn(events, key, settings))
         if speaks:

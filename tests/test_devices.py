@@ -10,7 +10,7 @@ from torchrec_hkv import (
     MultiTableHKVEmbedding,
     TTEmbeddingBag,
 )
-from torchrec_hkv.devices import known_device
+from torchrec_hkv.devices import checked_device
 
 MODULES = {
     "HashTable": lambda device: HashTable(4, 100, device=device),
@@ -31,10 +31,10 @@ def test_a_gpu_that_is_not_there(module):
 
 
 def test_devices_that_are_there():
-    assert known_device("cpu") == torch.device("cpu")
-    assert known_device(torch.device("meta")).type == "meta"
+    assert checked_device("cpu") == torch.device("cpu")
+    assert checked_device(torch.device("meta")).type == "meta"
 
 
 @needs_gpu
 def test_a_gpu_gets_its_index():
-    assert known_device("cuda") == torch.device("cuda", torch.cuda.current_device())
+    assert checked_device("cuda") == torch.device("cuda", torch.cuda.current_device())

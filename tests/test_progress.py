@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tqdm import tqdm
 
-from torchrec_hkv.progress import adopt, advance, current, expect, reported
+from torchrec_hkv.progress import advance, current, expect, reported, use_progress
 
 
 def test_threads_that_adopt_a_task_add_to_it():
     with reported("Reading", 800) as task:
-        with ThreadPoolExecutor(4, initializer=adopt, initargs=(task,)) as pool:
+        with ThreadPoolExecutor(4, initializer=use_progress, initargs=(task,)) as pool:
             list(pool.map(advance, [100] * 8))
         assert task.done == 800
         assert task.share == 1

@@ -27,7 +27,7 @@ NUMBERED = re.compile(r"^\[(\d+)/(\d+)\] (.*)$")
 FAILED = re.compile(r"^FAILED: (?:\[code=-?\d+\] )?(.+?) *$")
 SOURCE = re.compile(r"\S+\.(?:cpp|cu)\b")
 # Largest number of lines that are printed without a terminal.
-MOST_LINES = 10
+MAX_LINES = 10
 # Number of printed lines of a failed command's output.
 SHOWN_OUTPUT = 40
 # Largest length of such a line; longer lines, such as command lines, are only in the log.
@@ -62,7 +62,7 @@ class ProgressLine:
         if self._is_terminal:
             self.redraw()
             return
-        part = MOST_LINES * done // total if total else 0
+        part = MAX_LINES * done // total if total else 0
         if part > self._printed:
             self._printed = part
             print(f"[{done:{len(str(total))}}/{total}] {self.elapsed}", file=self._output)

@@ -62,7 +62,7 @@ def to_keyed_jagged_tensor(features: Any) -> KeyedJaggedTensor:
     return maybe_td_to_kjt(features, list(features.keys()))
 
 
-def input_dist_has_more_to_do(collection: Any) -> bool:
+def input_dist_has_extra_steps(collection: Any) -> bool:
     """Whether TorchRec's ``input_dist`` of bags does more with a batch than distributing it.
 
     Since 1.8 it optionally records features that a train pipeline may free early, and collects

@@ -21,7 +21,7 @@ _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class JsonPlace:
     """The position of a value in a file.
 
     Attributes:
@@ -32,15 +32,15 @@ class Place:
     file: str
     key: str = ""
 
-    def of(self, name: str) -> Place:
+    def of(self, name: str) -> JsonPlace:
         """The position of a value in an object."""
         shown = name if re.fullmatch(r"\w+", name) else f"[{_shown.repr(name)}]"
         separator = "." if self.key and not shown.startswith("[") else ""
-        return Place(self.file, f"{self.key}{separator}{shown}")
+        return JsonPlace(self.file, f"{self.key}{separator}{shown}")
 
-    def at(self, index: int) -> Place:
+    def at(self, index: int) -> JsonPlace:
         """The position of an item in a list."""
-        return Place(self.file, f"{self.key}[{index}]")
+        return JsonPlace(self.file, f"{self.key}[{index}]")
 
     def refuse(self, value: object, allowed: str) -> ValueError:
         """The error for a value that is not allowed here."""
@@ -59,7 +59,7 @@ class Schema(abc.ABC):
     allowed: str
 
     @abc.abstractmethod
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         """Checks a value.
 
         Args:
@@ -78,12 +78,12 @@ class Schema(abc.ABC):
 class Integer(Schema):
     """An integer in a range; not ``true`` or ``5.0``."""
 
-    def __init__(self, least: int, most: int) -> None:
-        self.least, self.most = least, most
-        self.allowed = f"an integer from {_number(least)} to {_number(most)}"
+    def __init__(self, minimum: int, maximum: int) -> None:
+        self.minimum, self.maximum = minimum, maximum
+        self.allowed = f"an integer from {_number(minimum)} to {_number(maximum)}"
 
-    def read(self, value: object, place: Place) -> int:
-        if type(value) is not int or not self.least <= value <= self.most:
+    def read(self, value: object, place: JsonPlace) -> int:
+        if type(value) is not int or not self.minimum <= value <= self.maximum:
             raise place.refuse(value, self.allowed)
         return value
 
@@ -91,13 +91,13 @@ class Integer(Schema):
 class Number(Schema):
     """A finite integer or fraction."""
 
-    def __init__(self, least: float = -math.inf) -> None:
-        self.least = least
-        at_least = "" if least == -math.inf else f" of at least {least:g}"
+    def __init__(self, minimum: float = -math.inf) -> None:
+        self.minimum = minimum
+        at_least = "" if minimum == -math.inf else f" of at least {minimum:g}"
         self.allowed = f"a finite number{at_least}"
 
-    def read(self, value: object, place: Place) -> int | float:
-        if type(value) not in (int, float) or not abs(value) < 1e308 or value < self.least:
+    def read(self, value: object, place: JsonPlace) -> int | float:
+        if type(value) not in (int, float) or not abs(value) < 1e308 or value < self.minimum:
             raise place.refuse(value, self.allowed)
         return value
 
@@ -107,7 +107,7 @@ class Flag(Schema):
 
     allowed = "true or false"
 
-    def read(self, value: object, place: Place) -> bool:
+    def read(self, value: object, place: JsonPlace) -> bool:
         if type(value) is not bool:
             raise place.refuse(value, self.allowed)
         return value
@@ -120,7 +120,7 @@ class Text(Schema):
         self.pattern = None if pattern is None else re.compile(pattern)
         self.allowed = allowed
 
-    def read(self, value: object, place: Place) -> str:
+    def read(self, value: object, place: JsonPlace) -> str:
         if type(value) is not str or not _is_text(value):
             raise place.refuse(value, self.allowed)
         if self.pattern is not None and not self.pattern.fullmatch(value):
@@ -135,7 +135,7 @@ class Choice(Schema):
         self.values = tuple(values)
         self.allowed = f"one of {', '.join(map(repr, self.values))}"
 
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         if not any(type(value) is type(choice) and value == choice for choice in self.values):
             raise place.refuse(value, self.allowed)
         return value
@@ -148,7 +148,7 @@ class OrNull(Schema):
         self.schema = schema
         self.allowed = f"{schema.allowed}, or null"
 
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         if value is None:
             return None
         if not isinstance(value, (dict, list)):  # errors in them name the position within them
@@ -167,7 +167,7 @@ class Items(Schema):
         many = "" if length is None else f"{length} times "
         self.allowed = f"a list of {many}{schema.allowed}"
 
-    def read(self, value: object, place: Place) -> tuple[Any, ...]:
+    def read(self, value: object, place: JsonPlace) -> tuple[Any, ...]:
         if type(value) is not list or (self.length is not None and len(value) != self.length):
             raise place.refuse(value, self.allowed)
         return tuple(self.schema.read(item, place.at(i)) for i, item in enumerate(value))
@@ -180,12 +180,14 @@ class Map(Schema):
         self.keys, self.values = keys, values
         self.allowed = "an object"
 
-    def read(self, value: object, place: Place) -> dict[Any, Any]:
+    def read(self, value: object, place: JsonPlace) -> dict[Any, Any]:
         if type(value) is not dict:
             raise place.refuse(value, self.allowed)
         read = {}
         for key, item in value.items():
-            name = self.keys.read(key, Place(place.file, f"a key of {place.key or 'the content'}"))
+            name = self.keys.read(
+                key, JsonPlace(place.file, f"a key of {place.key or 'the content'}")
+            )
             read[name] = self.values.read(item, place.of(key))
         return read
 
@@ -208,12 +210,12 @@ class Fields(Schema):
         self.fields, self.make, self.optional = dict(fields), make, frozenset(optional)
         self.allowed = f"an object with the keys {', '.join(self.fields)}"
 
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         if type(value) is not dict:
             raise place.refuse(value, self.allowed)
         for key in value:
             if key not in self.fields:
-                raise Place(place.file, f"a key of {place.key or 'the content'}").refuse(
+                raise JsonPlace(place.file, f"a key of {place.key or 'the content'}").refuse(
                     key, f"one of {', '.join(self.fields)}"
                 )
         read = {}
@@ -239,7 +241,7 @@ class ByType(Schema):
         }
         self.allowed = f"an object whose {key} is {self.choice.allowed}"
 
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         if type(value) is not dict:
             raise place.refuse(value, self.allowed)
         if self.key not in value:
@@ -254,7 +256,7 @@ class Plain(Schema):
 
     allowed = "JSON"
 
-    def read(self, value: object, place: Place) -> Any:
+    def read(self, value: object, place: JsonPlace) -> Any:
         return value
 
 

@@ -94,7 +94,7 @@ def current() -> Progress | None:
     return getattr(_local, "progress", None)
 
 
-def adopt(progress: Progress | None) -> None:
+def use_progress(progress: Progress | None) -> None:
     """Sets the operation that this thread works for; use it as the initializer of a pool."""
     _local.progress = progress
 
@@ -117,11 +117,11 @@ def expect(count: int) -> None:
 def unreported() -> Iterator[None]:
     """A context in which nothing is added to the operation that this thread works for."""
     before = current()
-    adopt(None)
+    use_progress(None)
     try:
         yield
     finally:
-        adopt(before)
+        use_progress(before)
 
 
 @contextlib.contextmanager
@@ -137,9 +137,9 @@ def reported(
         yield before
         return
     progress = Progress(label, total, show=show, unit=unit)
-    adopt(progress)
+    use_progress(progress)
     try:
         yield progress
     finally:
-        adopt(None)
+        use_progress(None)
         progress.close()

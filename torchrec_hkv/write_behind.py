@@ -29,7 +29,7 @@ THREADS = 4
 _FREE_SHARE = 0.1
 # Share of staging_bytes that copies fill before the first one is written. Until then the threads
 # leave the cores to the call that copies, so that training waits only for the copying.
-_UNHURRIED_SHARE = 0.5
+_DEFERRED_SHARE = 0.5
 # Running saves of this process.
 _running: set[SaveHandle] = set()
 
@@ -50,8 +50,8 @@ def check_staging(staging_bytes: int, device_staging_bytes: int | None = None) -
         )
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def wait_for_saves() -> None:
@@ -90,11 +90,11 @@ class SaveHandle:
         self._jobs: collections.deque[_Job] = collections.deque()
         self._busy: set[Hashable] = set()  # lanes of jobs that are being done
         self._changed = threading.Condition()
-        self._staged = self._most = 0  # bytes of host memory that wait now, and at most so far
-        self._on_device = self._most_on_device = 0  # the same for a GPU's memory
+        self._staged = self._maximum = 0  # bytes of host memory that wait now, and at most so far
+        self._on_device = self._max_on_device = 0  # the same for a GPU's memory
         self._queued = self._written = 0  # total bytes
         self._waited = 0.0
-        self._hurries = False  # whether copies are written before all have been made
+        self._writes_now = False  # whether copies are written before all have been made
         self._error: BaseException | None = None
         self._last: Callable[[BaseException | None], None] | None = None
         self._undo: list[Callable[[], None]] = []
@@ -124,12 +124,12 @@ class SaveHandle:
     @property
     def staged_bytes(self) -> int:
         """Maximal host memory that copies took so far, in bytes."""
-        return self._most
+        return self._maximum
 
     @property
     def device_staged_bytes(self) -> int:
         """Maximal GPU memory that copies took so far, in bytes."""
-        return self._most_on_device
+        return self._max_on_device
 
     @property
     def blocked_seconds(self) -> float:
@@ -199,7 +199,7 @@ class SaveHandle:
         with self._changed:
             self._queued += size + device_size
             self._jobs += [_Job(job, lane, piece, always) for lane, job in jobs]
-            if not (self._rests and piece.holds_memory):
+            if not (self._defers_writes and piece.holds_memory):
                 self._changed.notify_all()
 
     def reserve(self, size: int) -> None:
@@ -209,8 +209,8 @@ class SaveHandle:
             size: number of bytes.
         """
         with self._changed:
-            if self._staged + size > self._limit * _UNHURRIED_SHARE:
-                self._hurry()
+            if self._staged + size > self._limit * _DEFERRED_SHARE:
+                self._start_writes()
             if size and self._staged and self._staged + size > self._limit:
                 if not self._waited:
                     _log.warning(
@@ -225,7 +225,7 @@ class SaveHandle:
                 )
                 self._waited += time.monotonic() - began
             self._staged += size
-            self._most = max(self._most, self._staged)
+            self._maximum = max(self._maximum, self._staged)
 
     def reserve_on_device(self, size: int, device: torch.device) -> bool:
         """Takes GPU memory for a copy. Returns False if there is no room.
@@ -236,22 +236,22 @@ class SaveHandle:
         """
         with self._changed:
             if self._device_limit is None:
-                self._device_limit = _room_on_device(device)
+                self._device_limit = _free_device_bytes(device)
             if self._on_device + size > self._device_limit:
-                self._hurry()
+                self._start_writes()
                 return False
             self._on_device += size
-            self._most_on_device = max(self._most_on_device, self._on_device)
+            self._max_on_device = max(self._max_on_device, self._on_device)
             return True
 
     @property
-    def _rests(self) -> bool:
+    def _defers_writes(self) -> bool:
         """Whether threads don't write copies yet, because the call is copying and has room."""
-        return not (self._is_closed or self._hurries)
+        return not (self._is_closed or self._writes_now)
 
-    def _hurry(self) -> None:
-        if not self._hurries:
-            self._hurries = True
+    def _start_writes(self) -> None:
+        if not self._writes_now:
+            self._writes_now = True
             self._changed.notify_all()
 
     def on_error(self, undo: Callable[[], None]) -> None:
@@ -308,7 +308,7 @@ class SaveHandle:
         for index, job in enumerate(self._jobs):
             if job.lane is None:  # all later jobs wait, too
                 return index if index == 0 and not self._busy else None
-            if job.lane not in waiting and not (self._rests and job.piece.holds_memory):
+            if job.lane not in waiting and not (self._defers_writes and job.piece.holds_memory):
                 return index
             waiting.add(job.lane)
         return None
@@ -346,17 +346,17 @@ class SaveHandle:
         _running.discard(self)
 
 
-def _room_on_device(device: torch.device) -> int:
+def _free_device_bytes(device: torch.device) -> int:
     """Bytes of GPU memory that copies may take by default. Cached memory of PyTorch's allocator
     counts as free, because it includes the memory of an earlier save's copies. Free parts of
     segments that are in use do not count, because copies may not fit into them."""
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    kept, used, unusable = (
+    reserved, used, unusable = (
         stats.get(f"{name}.all.current", 0)
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
-    return max(0, int(free + kept - used - unusable - _FREE_SHARE * total))
+    return max(0, int(free + reserved - used - unusable - _FREE_SHARE * total))
 
 
 class _Piece:

@@ -77,12 +77,12 @@ class Batcher:
 
     Args:
         model: the model.
-        most: largest number of samples of a batch with more than one request.
+        maximum: largest number of samples of a batch with more than one request.
         wait: seconds that the first request of a batch waits for others.
     """
 
-    def __init__(self, model: serving.ServingModel, most: int, wait: float) -> None:
-        self._model, self._most, self._wait = model, most, wait
+    def __init__(self, model: serving.ServingModel, maximum: int, wait: float) -> None:
+        self._model, self._maximum, self._wait = model, maximum, wait
         self._waiting: asyncio.Queue[Call] = asyncio.Queue()
 
     async def predict(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +102,7 @@ class Batcher:
             calls = [await self._waiting.get()]
             # With 0, the event loop still reads requests that have arrived.
             await asyncio.sleep(self._wait if self._waiting.empty() else 0)
-            while not self._waiting.empty() and sum(c.samples for c in calls) < self._most:
+            while not self._waiting.empty() and sum(c.samples for c in calls) < self._maximum:
                 calls.append(self._waiting.get_nowait())
             answers = self._serve(calls)
             for call, answer in zip(calls, answers, strict=True):
@@ -177,9 +177,9 @@ class Application(FastAPI):
         await send({"type": "http.response.body", "body": answer})
 
 
-def make_app(model: serving.ServingModel, most: int = 1024, wait: float = 0.0) -> FastAPI:
+def make_app(model: serving.ServingModel, maximum: int = 1024, wait: float = 0.0) -> FastAPI:
     """Creates the application."""
-    batcher = Batcher(model, most, wait)
+    batcher = Batcher(model, maximum, wait)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from torchrec_hkv.backends.constants import (
     Fit,
     TimedStep,
     fit_constants,
-    fitted,
+    fit_works,
 )
 from torchrec_hkv.backends.workload import StepTime, Work
 
@@ -63,14 +63,14 @@ def test_no_constant_is_negative_and_none_is_better():
             for s in samples
         )
 
-    least = error(fit.forward)
+    minimum = error(fit.forward)
     for _ in range(2000):
         steps = torch.randn(3, generator=generator).tolist()
         other = {
             name: max(value + 0.01 * step, 0.0)
             for (name, value), step in zip(fit.forward.items(), steps, strict=True)
         }
-        assert error(other) >= least * (1 - 1e-9)
+        assert error(other) >= minimum * (1 - 1e-9)
 
 
 def test_between_two_sizes_the_logarithm_counts():
@@ -119,7 +119,7 @@ def test_the_best_of_all_sets_of_constants():
         counts[:, 3] = 2 * counts[:, 0] + 1e-3 * counts[:, 1]
         took = torch.rand(9, generator=generator, dtype=torch.float64) + 0.2
         names = "abcd"
-        found = fitted(
+        found = fit_works(
             [dict(zip(names, row.tolist(), strict=True)) for row in counts], took.tolist()
         )
         columns = torch.cat([counts, torch.ones(9, 1)], dim=1) / took[:, None]

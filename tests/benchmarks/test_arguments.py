@@ -27,10 +27,10 @@ def test_numbers(text, value):
     assert AtLeast(value)(text) == value
 
 
-@pytest.mark.parametrize(("least", "text"), [(1, "0"), (1, "-3"), (0, "-1"), (2, "1")])
-def test_too_few(least, text):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is less than {least}$"):
-        AtLeast(least)(text)
+@pytest.mark.parametrize(("minimum", "text"), [(1, "0"), (1, "-3"), (0, "-1"), (2, "1")])
+def test_too_few(minimum, text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is less than {minimum}$"):
+        AtLeast(minimum)(text)
 
 
 @pytest.mark.parametrize("text", ["", "many", "1.5"])

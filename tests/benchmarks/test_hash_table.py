@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import hash_table, hash_table_cpu
-from benchmarks.ids import Ids, power_law
+from benchmarks.ids import IdPool, power_law
 from benchmarks.unordered_map import compiler
 from torchrec_hkv import HashTable
 
@@ -66,7 +66,7 @@ def test_beside_unordered_map(tmp_path):
 
 def test_drawn_ids_are_in_the_table(device_type):
     table = HashTable(4, 2000, device=device_type)
-    ids = Ids(table)
+    ids = IdPool(table)
     for load in (0.5, 1.0):
         ids.fill(load)
         assert table.load_factor == pytest.approx(load, abs=0.01)

@@ -50,8 +50,8 @@ def test_sizes_end_with_the_largest_that_fits(dim):
     rows = id_cost.fitting(dim, 0.85, batch, memory)
     assert rows == sorted(rows)
     assert rows[:3] == [10**6, 10**7, 10**8][: len(rows)]
-    most = id_cost.Size(rows[-1], dim, 0.85)
-    assert 0.4 * memory < most.bytes(batch) <= memory
+    maximum = id_cost.Size(rows[-1], dim, 0.85)
+    assert 0.4 * memory < maximum.bytes(batch) <= memory
     leading = int(str(rows[-1])[0])
     following = rows[-1] * (leading + 1) // leading
     assert id_cost.Size(following, dim, 0.85).bytes(batch) > memory

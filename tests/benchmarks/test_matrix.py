@@ -31,10 +31,10 @@ def test_random_cells_are_reproducible_and_bounded(device):
     assert cells == matrix_random.random_cells(device, 300, seed=3)
     assert cells != matrix_random.random_cells(device, 300, seed=4)
     assert len(set(cells)) == 300
-    most = 200_000 if device == "cpu" else 8_000_000
-    assert max(len(cell.dims) * cell.batch * cell.bag for cell in cells) <= most
-    for name, least in (("skew", 5), ("batch", 4), ("bag", 7), ("policy", 4), ("reduction", 3)):
-        assert len({getattr(cell, name) for cell in cells}) >= least
+    maximum = 200_000 if device == "cpu" else 8_000_000
+    assert max(len(cell.dims) * cell.batch * cell.bag for cell in cells) <= maximum
+    for name, minimum in (("skew", 5), ("batch", 4), ("bag", 7), ("policy", 4), ("reduction", 3)):
+        assert len({getattr(cell, name) for cell in cells}) >= minimum
     assert all(cell.dtype == "fp32" for cell in cells if cell.optimizer == "adam")
 
 

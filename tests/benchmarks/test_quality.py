@@ -12,7 +12,7 @@ from benchmarks import quality
 from benchmarks.quality import Bootstrap, predicted
 from benchmarks.quality_data import auc
 from benchmarks.quality_rows import DIM, HASHED, INT8, RATE, UNLIMITED, methods, rows_of
-from benchmarks.quality_streams import REPLACED, TURNOVER, Stream, made, read
+from benchmarks.quality_streams import REPLACED, TURNOVER, Stream, read, synthetic_stream
 from torchrec_hkv import HKVOptions
 from torchrec_hkv.replay import evictions
 
@@ -20,17 +20,17 @@ USERS, ITEMS = 60, 40
 
 
 def test_streams_replace_their_ids():
-    for how, least, most in ((TURNOVER, 0.6, 0.95), (REPLACED, 0.0, 0.0)):
-        stream = made(how, seed=1)
+    for how, minimum, maximum in ((TURNOVER, 0.6, 0.95), (REPLACED, 0.0, 0.0)):
+        stream = synthetic_stream(how, seed=1)
         assert len(stream) == 120_000
         assert 0.3 < float(stream.labels.mean()) < 0.7
         for ids in stream.ids.values():
             first, second = ids[:12_000], ids[12_000:24_000]
             seen = float(torch.isin(second, first).double().mean())
-            assert least <= seen <= most
-    again = made(TURNOVER, seed=1)
-    assert torch.equal(again.ids["user"], made(TURNOVER, seed=1).ids["user"])
-    assert not torch.equal(again.labels, made(TURNOVER, seed=2).labels)
+            assert minimum <= seen <= maximum
+    again = synthetic_stream(TURNOVER, seed=1)
+    assert torch.equal(again.ids["user"], synthetic_stream(TURNOVER, seed=1).ids["user"])
+    assert not torch.equal(again.labels, synthetic_stream(TURNOVER, seed=2).labels)
 
 
 def test_read(tmp_path):

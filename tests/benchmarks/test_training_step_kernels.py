@@ -13,8 +13,8 @@ from benchmarks.training_step import Workload
 from benchmarks.training_step_kernels import (
     MARK,
     METRICS,
-    least_bytes,
     measure_step,
+    min_bytes,
     parse_kernels,
 )
 
@@ -71,7 +71,7 @@ def test_least_bytes(state_width):
     states = 32 * len(sectors) if state_width == 1 else len(touched) * state_width * 4
     columns = 30 * 2 * 16 * 4
     found = 128 * len({slot // 64 for slot in touched}) + 32 * len({s * 8 // 32 for s in touched})
-    assert least_bytes(slots, work, state_width) == {
+    assert min_bytes(slots, work, state_width) == {
         "lookup": (8 * 240 + found + 32 * len(sectors), 8 * 240 + 32 * len(sectors)),
         "pooling": (8 * 240 + rows, columns),
         "update": (8 * 240 + columns + rows + states, rows + states),
@@ -94,8 +94,8 @@ def in_place_of_ncu(path, log, said, code=0):
 
 def test_rows_of_a_step(tmp_path):
     kernels = [("find_kernel", "2500", "3000000", "1000000"), mark(), mark()]
-    least = {"lookup": [2_000_000, 500_000], "pooling": [1_000_000, 0], "update": [0, 3_000_000]}
-    said = json.dumps({"least": least, "rate": 1e12})
+    minimum = {"lookup": [2_000_000, 500_000], "pooling": [1_000_000, 0], "update": [0, 3_000_000]}
+    said = json.dumps({"least": minimum, "rate": 1e12})
     ncu = in_place_of_ncu(tmp_path / "ncu", "\n".join(lines(*kernels)), f"warm\n{said}")
     assert list(measure_step(ncu, "S1", "adam", 0.8)) == [
         {

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchrec import KeyedJaggedTensor
 
-from tests.support.checkpointed import make_tables
+from tests.support.checkpoint_models import make_tables
 from tests.support.models import local_tables
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency

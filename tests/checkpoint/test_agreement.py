@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.checkpointed import evaluate, held, make_tables, train
+from tests.support.checkpoint_models import evaluate, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 
 DIFFERENT = "^The ranks were given different arguments: "
@@ -27,7 +27,7 @@ def _refused(rank, world_size, device, folder):
     optimizer = model.fused_optimizer
     checkpoint.save(folder / "one", model, optimizer)
     checkpoint.save(folder / "two", other, other.fused_optimizer)
-    before = held(model, "adam"), evaluate(model, device).tolist(), _tree(folder)
+    before = model_contents(model, "adam"), evaluate(model, device).tolist(), _tree(folder)
     mine = "one" if rank == 0 else "two"
     is_last = rank == world_size - 1
     rows = [(torch.tensor([7]), torch.ones(1, 12))]
@@ -55,7 +55,7 @@ def _refused(rank, world_size, device, folder):
         with pytest.raises(ValueError) as refusal:  # noqa: PT011 (compared below)
             call()
         messages[what] = str(refusal.value)
-    after = held(model, "adam"), evaluate(model, device).tolist(), _tree(folder)
+    after = model_contents(model, "adam"), evaluate(model, device).tolist(), _tree(folder)
     return messages, before == after
 
 

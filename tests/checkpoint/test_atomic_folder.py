@@ -190,9 +190,9 @@ def test_a_folder_that_a_rank_does_not_share(tmp_path):
     second = AtomicFolder(tmp_path / "second" / "checkpoint")
     token = first.prepare()
     second.prepare()
-    first.check_seen(token)
+    first.check_visible(token)
     with pytest.raises(ValueError, match=r"^A rank does not see .*/second/\.checkpoint\.saving, "):
-        second.check_seen(token)
+        second.check_visible(token)
     first.remove_token(token)
     assert os.listdir(first.saving) == []
     first.discard()

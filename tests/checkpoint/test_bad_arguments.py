@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 
 NUMBERS = [
@@ -23,7 +23,7 @@ def _refusals(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise")
     train(model, rank, device, range(2))
     checkpoint.save(folder / "good", model)
-    before = held(model, "adam"), sorted(os.listdir(folder))
+    before = model_contents(model, "adam"), sorted(os.listdir(folder))
     for numbers in NUMBERS:
         ((what, value),) = numbers.items()
         sentence = f"^{what} is {value!r}, but must be an integer, at least 1.$"
@@ -36,7 +36,7 @@ def _refusals(rank, world_size, device, folder):
             checkpoint.save(path, model)
         with pytest.raises(ValueError, match=r"does not name a folder of its own"):
             checkpoint.load(path, model)
-    return before == (held(model, "adam"), sorted(os.listdir(folder)))
+    return before == (model_contents(model, "adam"), sorted(os.listdir(folder)))
 
 
 def test_impossible_arguments(run_ranks, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from tests.support.damage import cut
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
@@ -38,7 +38,7 @@ def _refusals(rank, world_size, device, folder):
     """Damages each file in turn, and tries to load the checkpoint."""
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(2))
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     choice = random.Random(9)
     messages = []
     for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
@@ -56,7 +56,7 @@ def _refusals(rank, world_size, device, folder):
             if rank == 0:
                 path.write_bytes(good)
             dist.barrier()
-    assert held(model, "adam") == before
+    assert model_contents(model, "adam") == before
     checkpoint.load(folder, model, model.fused_optimizer)
     return messages
 

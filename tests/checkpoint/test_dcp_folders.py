@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.checkpointed import features, held, joined, make_tables, train
+from tests.support.checkpoint_models import features, joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.cli import main
 
@@ -18,7 +18,7 @@ def _save(rank, world_size, device, folder):
     train(model, rank, device, range(3))
     dcp.save(model.state_dict(), checkpoint_id=folder / "plain")
     checkpoint.save(folder / "ours", model)
-    return held(model, "adam")
+    return model_contents(model, "adam")
 
 
 def _load(rank, world_size, device, folder, sharding_type):
@@ -30,7 +30,7 @@ def _load(rank, world_size, device, folder, sharding_type):
     with pytest.raises(ValueError, match="has no optimizer"):
         checkpoint.load(folder / "plain", model, model.fused_optimizer)
     checkpoint.load(folder / "plain", model)
-    return held(model, "adam")
+    return model_contents(model, "adam")
 
 
 @pytest.mark.slow

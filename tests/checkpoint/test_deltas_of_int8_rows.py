@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint import DeltaWriter
 from torchrec_hkv.cli import main

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import Adam, TableGroup, TableSpec, Uniform
 from torchrec_hkv.hash_table.files.digest import table_digest

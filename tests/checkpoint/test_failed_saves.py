@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from torchrec_hkv import checkpoint
 
 

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from torchrec_hkv import HashTable, checkpoint
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table.routing import owner_rank
 
@@ -22,7 +22,7 @@ def _save(rank, world_size, device, folder, rows=ROWS):
     model = _model(world_size, device, rows)
     train(model, rank, device, range(40))
     checkpoint.save(folder, model)
-    return held(model, "adagrad")
+    return model_contents(model, "adagrad")
 
 
 def _load(rank, world_size, device, folder, rows=ROWS):
@@ -31,14 +31,14 @@ def _load(rank, world_size, device, folder, rows=ROWS):
         warnings.simplefilter("always")
         lost = checkpoint.load(folder, model)
     messages = [str(w.message) for w in caught if "found no place" in str(w.message)]
-    return lost, messages, held(model, "adagrad")
+    return lost, messages, model_contents(model, "adagrad")
 
 
 def _refused(rank, world_size, device, folder):
     model = _model(world_size, device)
     with pytest.raises(ValueError, match=r"holds \d+ entries for a shard of \d+ slots"):
         checkpoint.load(folder, model, allow_loss=False)
-    assert held(model, "adagrad") == []
+    assert model_contents(model, "adagrad") == []
 
 
 def _entries(results):

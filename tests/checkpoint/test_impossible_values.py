@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from tests.support.mutations import GONE, checksum, mutated, mutations, refusal, write
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
@@ -57,7 +57,7 @@ class _Loads:
             if "stock" in key or ".tt" in key
         }
         # Changed steps, clocks and epochs may be valid, so they are not compared.
-        entries = [value for value in held(self.model, "adam") if value[1] != "all"]
+        entries = [value for value in model_contents(self.model, "adam") if value[1] != "all"]
         return entries, tensors
 
     def check(self):

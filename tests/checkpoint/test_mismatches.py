@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.checkpointed import OPTIMIZERS, evaluate, make_tables, train
+from tests.support.checkpoint_models import OPTIMIZERS, evaluate, make_tables, train
 from torchrec_hkv import checkpoint
 
 DIMS = {"lru": 12, "lfu": 8}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.checkpointed import evaluate, held, joined, make_tables, train
+from tests.support.checkpoint_models import evaluate, joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 
 #: Dtype in a ``state_dict``, where int8 rows are float32 multiples of their scales.
@@ -32,7 +32,7 @@ def _saved(rank, world_size, device, dtype, folder, plain):
         if name.endswith(("lru.weight", "lfu.weight", "lru.scales", "lfu.scales"))
     }
     assert rows == {DTYPES[dtype]}
-    return held(model, "adam"), checkpoint.digest(model), evaluate(model, device)
+    return model_contents(model, "adam"), checkpoint.digest(model), evaluate(model, device)
 
 
 def _loaded(rank, world_size, device, dtype, sharding_type, folder, plain):
@@ -43,7 +43,7 @@ def _loaded(rank, world_size, device, dtype, sharding_type, folder, plain):
         model.load_state_dict(state["model"])
     else:
         assert checkpoint.load(folder, model, model.fused_optimizer) == 0
-    result = held(model, "adam"), checkpoint.digest(model), evaluate(model, device)
+    result = model_contents(model, "adam"), checkpoint.digest(model), evaluate(model, device)
     train(model, rank, device, range(2))
     return result
 
@@ -70,11 +70,11 @@ def test_at_other_ranks(run_ranks, tmp_path, plain, dtype, ranks, sharding_type)
 
 def _refused(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise", hash_dtype="fp16")
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     try:
         checkpoint.load(folder, model, model.fused_optimizer)
     except ValueError as error:
-        assert held(model, "adam") == before
+        assert model_contents(model, "adam") == before
         return str(error)
     return "nothing"
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.sharding.test_policies import check_held, held, make, train
-from tests.support.scored_model import Case, Dictionary
+from tests.support.scored_model import Dictionary, ScoredCase
 from torchrec_hkv import checkpoint, get_epoch
 
-BAGS = Case(("c", "w", "el", "ef"), "bags", "row_wise", 192)
-SEQUENCES = Case(("c", "w", "el", "ef"), "sequences", "table_wise", 96)
+BAGS = ScoredCase(("c", "w", "el", "ef"), "bags", "row_wise", 192)
+SEQUENCES = ScoredCase(("c", "w", "el", "ef"), "sequences", "table_wise", 96)
 
 
 def _save(model, folder, way):

@@ -8,9 +8,9 @@ import contextlib
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from torchrec_hkv import HashTable, checkpoint
-from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 from torchrec_hkv.progress import reported
 
 
@@ -57,4 +57,4 @@ def test_conversions(tmp_path):
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     for source, into in (("stock", "hkv"), ("hkv", "back"), ("hkv", "rows.safetensors")):
         with _whole():
-            convert(tmp_path / source, tmp_path / into, Options())
+            convert(tmp_path / source, tmp_path / into, ConversionOptions())

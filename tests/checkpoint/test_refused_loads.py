@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from tests.support.mutations import write
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.tensors import file_record

@@ -10,7 +10,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.support.checkpointed import evaluate, features, held, joined, make_tables, train
+from tests.support.checkpoint_models import (
+    evaluate,
+    features,
+    joined,
+    make_tables,
+    model_contents,
+    train,
+)
 from tests.support.models import plan_model
 from torchrec_hkv import ParameterConstraints, checkpoint, get_default_sharders
 from torchrec_hkv.hash_table import MinFrequency
@@ -32,10 +39,10 @@ def _reshard(rank, world_size, device, types, optimizer, options, folder):
         group["lr"] = 0.07
     checkpoint.save(folder, model, model.fused_optimizer)
     checkpoint.load(folder, twin, twin.fused_optimizer)
-    before = checkpoint.digest(model), held(model, optimizer), evaluate(model, device)
+    before = checkpoint.digest(model), model_contents(model, optimizer), evaluate(model, device)
     plan = _plan(world_size, device, types[1], optimizer, **options)
     assert checkpoint.reshard(model, plan) == 0
-    after = checkpoint.digest(model), held(model, optimizer), evaluate(model, device)
+    after = checkpoint.digest(model), model_contents(model, optimizer), evaluate(model, device)
     assert before[0] == after[0]
     torch.testing.assert_close(after[2], before[2])
     assert {group["lr"] for group in model.fused_optimizer.param_groups} == {0.07}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.checkpointed import evaluate, held, joined, make_tables, train
+from tests.support.checkpoint_models import evaluate, joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.optimizers import optimizer_state
 
@@ -25,7 +25,7 @@ def _save(rank, world_size, device, sharding_type, optimizer, folder, plain=Fals
         dcp.save(_state(model), checkpoint_id=folder)
     else:
         checkpoint.save(folder, model, model.fused_optimizer)
-    return held(model, optimizer), checkpoint.digest(model), evaluate(model, device)
+    return model_contents(model, optimizer), checkpoint.digest(model), evaluate(model, device)
 
 
 def _load(rank, world_size, device, sharding_type, optimizer, folder, plain=False):
@@ -39,7 +39,7 @@ def _load(rank, world_size, device, sharding_type, optimizer, folder, plain=Fals
             model.fused_optimizer.load_state_dict(state["optimizer"])
     else:
         assert checkpoint.load(folder, model, model.fused_optimizer) == 0
-    result = held(model, optimizer), checkpoint.digest(model), evaluate(model, device)
+    result = model_contents(model, optimizer), checkpoint.digest(model), evaluate(model, device)
     train(model, rank, device, range(2))
     return result
 

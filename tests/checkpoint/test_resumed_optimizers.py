@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.support.models import make_model, shard_model
-from tests.support.small import batch
+from tests.support.small_models import batch
 from torchrec_hkv import ParameterConstraints, TTOptions, checkpoint
 
 pytestmark = pytest.mark.compat

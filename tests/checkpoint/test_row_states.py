@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.checkpointed import DIMS, held, make_tables, train
+from tests.support.checkpoint_models import DIMS, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 
 NAME = "rowwise_adagrad"
@@ -15,14 +15,14 @@ def _save(rank, world_size, device, sharding_type, folder):
     model = make_tables(world_size, device, sharding_type, NAME)
     train(model, rank, device, range(8))
     checkpoint.save(folder, model)
-    return held(model, NAME), checkpoint.digest(model)
+    return model_contents(model, NAME), checkpoint.digest(model)
 
 
 def _move(rank, world_size, device, sharding_type, source, target):
     model = make_tables(world_size, device, sharding_type, NAME)
     checkpoint.load(source, model)
     checkpoint.save(target, model)
-    return held(model, NAME), checkpoint.digest(model)
+    return model_contents(model, NAME), checkpoint.digest(model)
 
 
 def _values(results):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.checkpointed import evaluate, make_tables, train
+from tests.support.checkpoint_models import evaluate, make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.tensor_train import make_shape, to_dense
 

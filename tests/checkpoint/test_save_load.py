@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.support.backends import BACKENDS
-from tests.support.small import batch, make_small, outputs_and_train
+from tests.support.small_models import batch, make_small, outputs_and_train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint import model_save
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.backends import BACKENDS
-from tests.support.beside_stock import BATCH, CAPACITY, IDS, KEYS, raw_ids
 from tests.support.sequences import (
     OUTPUTS,
     SequenceScenario,
     sequence_features,
     shard_sequences,
 )
+from tests.support.stock_comparison import BATCH, CAPACITY, IDS, KEYS, raw_ids
 from torchrec_hkv import checkpoint
 from torchrec_hkv.sharding import table_counters
 

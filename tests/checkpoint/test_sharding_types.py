@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.backends import BACKENDS
-from tests.support.small import make_small, outputs_and_train
+from tests.support.small_models import make_small, outputs_and_train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.sharding import table_counters
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.support.backends import BACKENDS
-from tests.support.small import make_small, outputs_and_train
+from tests.support.small_models import make_small, outputs_and_train
 from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, SHARDS_KEY
 
 pytestmark = pytest.mark.compat

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
 
@@ -42,7 +42,7 @@ def _refusals(rank, world_size, device, folder, sharding_type):
         with pytest.raises(ValueError, match="damaged") as refusal:
             checkpoint.load(folder, model, model.fused_optimizer)
         messages.append((path.name, str(refusal.value)))
-        assert held(model, "adam") == []
+        assert model_contents(model, "adam") == []
         dist.barrier()
         if rank == 0:
             path.write_bytes(good)
@@ -51,7 +51,7 @@ def _refusals(rank, world_size, device, folder, sharding_type):
     other = _made(world_size, device, sharding_type)
     for trained in (model, other):
         train(trained, rank, device, range(3))
-    assert held(model, "adam") == held(other, "adam")
+    assert model_contents(model, "adam") == model_contents(other, "adam")
     checkpoint.load(folder, other, other.fused_optimizer)
     return checkpoint.digest(other), messages
 

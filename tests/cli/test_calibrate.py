@@ -10,7 +10,7 @@ import torch
 
 from tests.support import toy_backend
 from torchrec_hkv.backends import OptimizerSpec, registry
-from torchrec_hkv.backends.calibration import Batch, CalibrationCase
+from torchrec_hkv.backends.calibration import CalibrationBatch, CalibrationCase
 from torchrec_hkv.backends.constants import FIXED
 from torchrec_hkv.cli import main
 from torchrec_hkv.planner import Calibration
@@ -29,7 +29,13 @@ def toy_cases(monkeypatch):
             capacity=400,
             dim=4,
             optimizer=OptimizerSpec("sgd"),
-            batches=(Batch(8, 1), Batch(64, 1), Batch(256, 1), Batch(64, 4), Batch(64, 4, 4.0)),
+            batches=(
+                CalibrationBatch(8, 1),
+                CalibrationBatch(64, 1),
+                CalibrationBatch(256, 1),
+                CalibrationBatch(64, 4),
+                CalibrationBatch(64, 4, 4.0),
+            ),
             size=1e4,
             tables=tables,
         )

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from torchrec_hkv import HashTable, checkpoint
 from torchrec_hkv.cli import main
 
@@ -25,7 +25,7 @@ def _write(rank, world_size, device, folder, sharding_type):
     for write in range(3):
         train(model, rank, device, range(4 * write, 4 * write + 4))
         writer.write()
-        states.append(held(model, "adagrad"))
+        states.append(model_contents(model, "adagrad"))
     checkpoint.save(folder / "full", model)
     return states
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from tests.support.code_blocks import DIRECTIVE, CodeBlock, code_blocks, console_commands, matches
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

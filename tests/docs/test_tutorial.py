@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.test_code_blocks import END_OF_RANK, environment_of
 from tests.support.code_blocks import code_blocks, matches
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "tutorial.md"
 MARK = "-- end of block"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.support.example_runs import ROOT, write_ratings
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 
 
 def without(package, folder):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import make_served, train
+from tests.support.served_models import make_served, train
 from torchrec_hkv import checkpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serving" / "redis_publish.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import SEEDS, as_ids, batch_of, exported
+from tests.support.served_models import SEEDS, as_ids, exported, random_batch
 from torchrec_hkv import serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serving" / "serve_http.py"
@@ -48,7 +48,7 @@ def test_served(run_ranks, tmp_path):
     model = serving.load(tmp_path / "model")
     bodies = []
     for seed in SEEDS:
-        dense, features, weighted = batch_of(seed, 2 + seed)
+        dense, features, weighted = random_batch(seed, 2 + seed)
         bodies.append({"args": [dense.tolist(), lists_of(features), lists_of(weighted)]})
     with TestClient(example.make_app(model, wait=0.05)) as client, ThreadPoolExecutor(8) as pool:
         bad = {"args": [[[1.0]], {"ids": {}}, {"ids": {}}]}

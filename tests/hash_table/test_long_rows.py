@@ -15,8 +15,8 @@ IDS, HOT = 50, (3, 17)
 
 def draw(dim: int) -> torch.Tensor:
     """Ids of which two take most positions, with others between."""
-    least = (1 << 19) // (dim + 32)  # positions of a long row
-    pool = torch.cat([torch.full((least + 100,), hot) for hot in HOT] + [torch.arange(IDS)] * 9)
+    minimum = (1 << 19) // (dim + 32)  # positions of a long row
+    pool = torch.cat([torch.full((minimum + 100,), hot) for hot in HOT] + [torch.arange(IDS)] * 9)
     return pool[torch.randperm(len(pool))]
 
 

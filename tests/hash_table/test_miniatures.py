@@ -33,7 +33,7 @@ class Modelled:
             self.aged.begin_call(self.calls, self.lookups, self.table.capacity)
             few = self.aged.lookups <= 8 * self.table.capacity * self.aged.steps
             if few and self.table.counters()["evicted"] > 0:
-                self.miniatures.see(ids, counts or [1] * len(ids), self.calls, self.aged)
+                self.miniatures.update(ids, counts or [1] * len(ids), self.calls, self.aged)
         self.lookups += len(ids)
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.batches import random_ids, rate, rows_by_id
 from tests.support.gpu import needs_gpu
-from tests.support.ragged_batches import Batch, look_up, reference_step
+from tests.support.ragged_batches import RaggedBatch, look_up, reference_step
 from torchrec_hkv.hash_table import SGD, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 OPTIMIZERS = {"sgd": SGD(), "rowwise_adagrad": RowWiseAdagrad(eps=1e-6)}
@@ -29,7 +29,7 @@ def test_against_embedding_bag(device_type, dims, bags, mean):
     torch.manual_seed(sum(bags) + sum(dims))
     group, specs, features = make_groups(dims, SGD(), device_type)
     bags = bags[: len(features)]
-    batch = Batch(bags, torch.arange(40), device_type)
+    batch = RaggedBatch(bags, torch.arange(40), device_type)
     everything = torch.arange(40, device=device_type).repeat(len(features))
     ends = torch.arange(len(features) + 1, device=device_type) * 40
     group.find_or_insert(everything, ends, 1)
@@ -63,7 +63,7 @@ def test_the_same_as_bags_of_equal_number(device_type, optimizer):
     theirs, _, _ = make_groups(dims, OPTIMIZERS[optimizer], device_type)
     columns = [specs[table].dim for table in features]
     for _ in range(4):
-        batch = Batch([number] * len(features), random_ids(50), device_type)
+        batch = RaggedBatch([number] * len(features), random_ids(50), device_type)
         flat = look_up(ours, batch.ids, batch.offsets, batch.weights, True, batch.bags)
         matrix = look_up(theirs, batch.ids, batch.offsets, batch.weights, True, None, number)
         parts = [part.flatten() for part in matrix.split(columns, dim=1)]
@@ -122,7 +122,7 @@ def test_a_hot_id_over_features(device_type):
 
 def test_evaluation_inserts_nothing(device_type):
     group, _, _ = make_groups((4, 8), None, device_type)
-    batch = Batch([3, 0, 5], random_ids(20), device_type)
+    batch = RaggedBatch([3, 0, 5], random_ids(20), device_type)
     slots = group.find(batch.ids, batch.offsets, 0, batch.bags)
     assert (slots == -1).all()
     anchor = torch.empty(0, device=device_type)
@@ -155,7 +155,7 @@ def test_bad_numbers_of_bags(bags, match):
 
 def test_a_gradient_of_another_shape():
     group, _, _ = make_groups((4, 8), SGD(), "cpu")
-    batch = Batch([2, 1, 3], random_ids(9), "cpu")
+    batch = RaggedBatch([2, 1, 3], random_ids(9), "cpu")
     slots = group.find_or_insert(batch.ids, batch.offsets, 0, None, batch.bags)
     args = (batch.ids, batch.offsets, None, slots, 0, False, rate(0.1, group), 1, batch.bags)
     for shape in [(27,), (4, 7), (28, 1)]:
@@ -174,10 +174,10 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
     ours, theirs = (TableGroup([spec], [0] * features, SGD(), "cuda") for _ in range(2))
     bags = [(7 * index) % 5 for index in range(features)]
     pool = random_ids(800)
-    batches = [Batch(bags, pool, "cuda") for _ in range(6)]
-    most = max(len(batch.ids) for batch in batches)
-    static = Batch(bags, pool, "cuda")
-    static.ids = torch.zeros(most, dtype=torch.int64, device="cuda")
+    batches = [RaggedBatch(bags, pool, "cuda") for _ in range(6)]
+    maximum = max(len(batch.ids) for batch in batches)
+    static = RaggedBatch(bags, pool, "cuda")
+    static.ids = torch.zeros(maximum, dtype=torch.int64, device="cuda")
 
     def step(group, ids, offsets):
         out = look_up(group, ids, offsets, None, False, bags, dtype=dtype)
@@ -189,7 +189,7 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
         static.ids[: len(batch.ids)].copy_(batch.ids)
         static.ids[len(batch.ids) :] = batch.ids[0]
         static.offsets.copy_(batch.offsets)
-        static.offsets[-1] = most
+        static.offsets[-1] = maximum
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

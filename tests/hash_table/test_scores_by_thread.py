@@ -27,7 +27,7 @@ CASES = {
 
 def draw(longest: list[int], skew: float) -> tuple[Tensor, Tensor]:
     """Ids and offsets. With a high skew, few ids are frequent."""
-    lengths = torch.cat([torch.randint(most + 1, (BATCH,)) for most in longest])
+    lengths = torch.cat([torch.randint(maximum + 1, (BATCH,)) for maximum in longest])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = (IDS * torch.rand(int(offsets[-1])) ** skew).long()
     return ids * 0x9E3779B97F4A7C1 - 5, offsets

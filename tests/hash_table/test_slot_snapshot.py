@@ -89,13 +89,13 @@ class _Followed:
         slots = torch.cat([part.slots for part in found]).tolist()
         values = [
             torch.cat([getattr(part, name) for part in found]).tolist()
-            for name in ("ids", "touched", "stayed")
+            for name in ("ids", "touched", "same_id")
         ]
         assert slots == sorted(expected)
         assert list(zip(*values, strict=True)) == [expected[slot] for slot in slots]
         gone = {slot: id_ for slot, id_ in before.items() if now.get(slot) != id_}
-        gone_slots = torch.cat([part.gone_slots for part in found]).tolist()
-        gone_ids = torch.cat([part.gone_ids for part in found]).tolist()
+        gone_slots = torch.cat([part.vacated_slots for part in found]).tolist()
+        gone_ids = torch.cat([part.previous_ids for part in found]).tolist()
         assert gone_slots == sorted(gone)
         assert gone_ids == [gone[slot] for slot in gone_slots]
         assert self.snapshot.entries == len(now)

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 TABLES, ROWS, DIM, BAG = 8, 1 << 19, 128, 10
-MOST = 24  # bytes an id
+MAX = 24  # bytes an id
 COUNTS = 1 << 15  # bytes of counts per table, under adaptive eviction
 
 
@@ -84,8 +84,8 @@ def test_at_most_24_bytes_an_id(group, eviction, mean, batch):
             taken_by_step(group, draw(kind, n), batch, mean)
         to_find, to_update = taken_by_step(group, draw(kind, n), batch, mean)
         print(f"{kind}: {to_find / n:.3f} bytes an id to find, {to_update / n:.3f} to update")
-        assert 8 * n < to_find <= MOST * n + (COUNTS if eviction == "adaptive" else 0)
-        assert 8 * n < to_update <= MOST * n
+        assert 8 * n < to_find <= MAX * n + (COUNTS if eviction == "adaptive" else 0)
+        assert 8 * n < to_update <= MAX * n
 
 
 @pytest.mark.parametrize("kind", ["uniform", "power law"])

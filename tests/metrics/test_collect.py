@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.embeddings import make_embedding, make_tables
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 from torchrec_hkv import HKVAdamOptimizer
 from torchrec_hkv.hash_table import HashTable, MinFrequency
 from torchrec_hkv.metrics import TableMetrics, collect

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.embeddings import make_embedding
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 from torchrec_hkv import HKVOptimizer
 from torchrec_hkv.metrics import Watch
 

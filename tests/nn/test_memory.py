@@ -109,11 +109,11 @@ def test_hbm_limits_of_rows_and_states():
 
 def test_the_largest_capacity_fits_and_a_larger_one_does_not():
     shape = TableShape(3, 16, 32, "lru", HbmLimits(), torch.device("cpu"), 64)
-    most = shape.most_rows(10**9, 0, 1 << 30)
-    assert 3 * shape.memory(most).bytes <= 0.9 * (1 << 30)
+    maximum = shape.max_rows(10**9, 0, 1 << 30)
+    assert 3 * shape.memory(maximum).bytes <= 0.9 * (1 << 30)
     # Capacities grow from 64 rows, and round up by a sixteenth at most.
-    assert 3 * shape.memory(most).bytes > 0.9 * (1 << 30) * 15 / 16
-    assert shape.most_rows(most // 2, 0, 1 << 30) == most // 2
+    assert 3 * shape.memory(maximum).bytes > 0.9 * (1 << 30) * 15 / 16
+    assert shape.max_rows(maximum // 2, 0, 1 << 30) == maximum // 2
 
 
 def test_an_index_as_large_as_its_limit_is_rounded_down_not_refused():
@@ -122,9 +122,9 @@ def test_an_index_as_large_as_its_limit_is_rounded_down_not_refused():
     for first in (64, 1000, 65_536, 1_000_000):
         device = torch.device("cuda", 0)
         shape = TableShape(1, 64, 128, "lru", HbmLimits(GIB), device, first)
-        most = shape.most_rows(10**9, 1 << 40, 1 << 45)
-        assert shape.memory(most).least_hbm_bytes <= GIB
-        assert most > 0.9 * GIB / 14
+        maximum = shape.max_rows(10**9, 1 << 40, 1 << 45)
+        assert shape.memory(maximum).least_hbm_bytes <= GIB
+        assert maximum > 0.9 * GIB / 14
 
 
 @pytest.mark.gpu

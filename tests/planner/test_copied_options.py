@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from tests.support.models import make_model
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import is_backend_option
 
 pytestmark = pytest.mark.compat
 
@@ -35,8 +35,8 @@ def _shards(option):
 
 
 def test_copies_equal_those_of_torchrec(options):
-    assert any(map(is_ours, options))
-    assert not all(map(is_ours, options))
+    assert any(map(is_backend_option, options))
+    assert not all(map(is_backend_option, options))
     for option in options:
         for rank, shard in enumerate(option.shards):
             shard.rank = rank % 4
@@ -44,7 +44,7 @@ def test_copies_equal_those_of_torchrec(options):
         assert type(made) is type(option)
         assert _shards(made) == _shards(stock)
         assert hash(made) == hash(option)
-        left_out = {"origin", "made_shards"}  # another process does not need these
+        left_out = {"origin", "table_shards"}  # another process does not need these
         assert set(vars(made)) - left_out == set(vars(stock)) - left_out
         assert (made.tensor, made.module) == (option.tensor, option.module)
 

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from torchrec_hkv.backends import Kept
-from torchrec_hkv.planner.arrangement import Arranged
-from torchrec_hkv.planner.levels import Level, TableLevels
+from torchrec_hkv.planner.levels import LossLevel, TableLevels
 from torchrec_hkv.planner.losses import TableLoss
-from torchrec_hkv.planner.search import Search
+from torchrec_hkv.planner.option_selection import FittingPlan
+from torchrec_hkv.planner.search import LeastLossSearch
 
 pytestmark = pytest.mark.compat
 
@@ -23,15 +23,15 @@ class _OneRank:
     def __init__(self, room):
         self.hbm = room
 
-    def has(self, hbm, host, total):
+    def has_memory(self, hbm, host, total):
         return hbm <= self.hbm
 
-    def fitting(self, levels):
+    def find_fitting(self, levels):
         return list(levels) if sum(level.hbm for level in levels) <= self.hbm else None
 
-    def fastest(self, tables, known):
-        (levels,) = known
-        return Arranged(0.0, sum(level.loss.value for level in levels), levels)
+    def find_fastest(self, tables, known_fitting):
+        (levels,) = known_fitting
+        return FittingPlan(0.0, sum(level.loss.value for level in levels), levels)
 
 
 def _least_loss(tables, room):
@@ -54,14 +54,14 @@ def test_the_loss_is_close_to_the_least(seed):
         sizes = sorted(draw.sample(range(1, 60), 8), reverse=True)
         losses = sorted(draw.uniform(0.01, 1) for _ in sizes)
         tables.append(list(zip(sizes, losses, strict=True)))
-    least = sum(levels[-1][0] for levels in tables)
-    room = least + draw.randint(20, 400)
-    search = Search(
+    minimum = sum(levels[-1][0] for levels in tables)
+    room = minimum + draw.randint(20, 400)
+    search = LeastLossSearch(
         {
             ("", f"t{at}"): TableLevels(
                 None,
                 tuple(
-                    Level(
+                    LossLevel(
                         TableLoss(loss, (Kept("compression", 0.5, "kept"),)),
                         (),
                         size,

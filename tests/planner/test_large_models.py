@@ -18,7 +18,7 @@ from torchrec_hkv import (
     TTOptions,
     get_default_sharders,
 )
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import is_backend_option
 
 pytestmark = pytest.mark.compat
 
@@ -53,10 +53,14 @@ def _step(planner, options, ranks):
     own = {
         (option.name, option.sharding_type): option
         for option in planner._space
-        if not is_ours(option)
+        if not is_backend_option(option)
     }
     for option in options:
-        shards = option.shards if is_ours(option) else own[option.name, option.sharding_type].shards
+        shards = (
+            option.shards
+            if is_backend_option(option)
+            else own[option.name, option.sharding_type].shards
+        )
         for shard, placed in zip(shards, option.shards, strict=True):
             times[placed.rank] += shard.perf.total
     return max(times)

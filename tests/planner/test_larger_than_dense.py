@@ -23,14 +23,14 @@ ROWS, DIM = 5000, 16
 LARGE, SMALL = TTOptions(ranks=64), TTOptions(ranks=8)
 
 
-def _planner(kernels, options, most_loss=None):
+def _planner(kernels, options, max_loss=None):
     return EmbeddingShardingPlanner(
         topology=Topology(world_size=1, local_world_size=1, compute_device="cpu"),
         batch_size=8,
         constraints={"page": ParameterConstraints(compute_kernels=kernels, options=options)},
         # By time alone, it would choose Tensor-Train tables.
         calibration=calibration(fused=3e-3, hkv=2e-3, tt=1e-3),
-        max_quality_loss=most_loss,
+        max_quality_loss=max_loss,
     )
 
 
@@ -75,7 +75,7 @@ def test_a_choice_passes_it_over(kernels, chosen):
 
 
 def test_a_choice_takes_the_smaller_of_two():
-    plan = _plan(_planner(["fused", "tt"], [LARGE, SMALL], most_loss=1.0))
+    plan = _plan(_planner(["fused", "tt"], [LARGE, SMALL], max_loss=1.0))
     assert plan["page"].options == SMALL
 
 
@@ -88,6 +88,6 @@ def test_of_choices_that_are_all_larger_one_is_taken_with_a_warning():
 def test_smaller_tables_are_chosen_without_a_word():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        plan = _plan(_planner(["fused", "tt"], SMALL, most_loss=1.0))
+        plan = _plan(_planner(["fused", "tt"], SMALL, max_loss=1.0))
         assert plan["page"].backend == "tt"
         assert _plan(_planner(["hkv"], HKVOptions()))["page"].backend == "hkv"

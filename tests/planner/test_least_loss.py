@@ -111,9 +111,9 @@ def test_little_memory_is_used_for_ranks():
         (rank,) = report.ranks
         step = plan.plan["ebc"][name].options
         more = TTOptions(ranks=step.ranks + 4).shape(_ROWS[name], _DIM)
-        least = TTOptions(ranks=step.ranks).shape(_ROWS[name], _DIM)
+        minimum = TTOptions(ranks=step.ranks).shape(_ROWS[name], _DIM)
         # Cores and their gradient; states of slices take less than that.
-        grown = 2 * 4 * (more.num_elements - least.num_elements)
+        grown = 2 * 4 * (more.num_elements - minimum.num_elements)
         assert plan.memory[rank].hbm.free < 1.1 * grown
 
 
@@ -124,8 +124,8 @@ def test_host_memory_comes_before_a_loss():
     assert report.kernel == "hkv"
     assert sum(part.host for part in report.bytes) >= 4 * _DIM * _ROWS["page"]
     # The plan uses the available HBM for rows.
-    least = plan.memory[0].hbm
-    assert least.free < least.budget / 8
+    minimum = plan.memory[0].hbm
+    assert minimum.free < minimum.budget / 8
 
 
 def test_host_memory_is_used_where_options_of_the_user_name_it():

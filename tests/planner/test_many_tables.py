@@ -20,11 +20,11 @@ from torchrec_hkv import (
 )
 from torchrec_hkv.backends import Kept
 from torchrec_hkv.planner import IdFrequencies
-from torchrec_hkv.planner.levels import Level, TableLevels
+from torchrec_hkv.planner.levels import LossLevel, TableLevels
+from torchrec_hkv.planner.loss_bounds import ScarceResource
 from torchrec_hkv.planner.losses import NO_LOSS, TableLoss
-from torchrec_hkv.planner.options import is_ours
-from torchrec_hkv.planner.prices import Scarce
-from torchrec_hkv.planner.search import Search
+from torchrec_hkv.planner.options import is_backend_option
+from torchrec_hkv.planner.search import LeastLossSearch
 from torchrec_hkv.planner.thinning import Thinning, chains_of
 
 pytestmark = pytest.mark.compat
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.compat
 
 def _level(size, loss=None):
     lost = NO_LOSS if loss is None else TableLoss(loss, (Kept("compression", 0.5, "kept"),))
-    return Level(lost, (), size, 0, size, () if loss is None else ("tt",))
+    return LossLevel(lost, (), size, 0, size, () if loss is None else ("tt",))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,22 +45,22 @@ def test_tables_that_may_lose_are_those_of_all_sets_that_suffice(seed):
         lossy = tuple(_level(size, 0.1 * (i + 1)) for i, size in enumerate(sizes))
         tables[index] = TableLevels(None if whole is None else _level(whole), lossy)
         smallest[index] = sizes[-1]
-    forced = {table for table, levels in tables.items() if levels.whole is None}
+    forced = {table for table, levels in tables.items() if levels.lossless is None}
     free = sorted(set(tables) - forced)
-    most = sum(smallest[t] if t in forced else tables[t].whole.hbm for t in tables)
-    room = draw.randint(sum(smallest.values()), most)
-    scarce = Scarce(tables, lambda level: level.hbm, room)
-    for count in range(scarce.fewest(), len(free) + 1):
+    maximum = sum(smallest[t] if t in forced else tables[t].lossless.hbm for t in tables)
+    room = draw.randint(sum(smallest.values()), maximum)
+    scarce = ScarceResource(tables, lambda level: level.hbm, room)
+    for count in range(scarce.min_lossy_tables(), len(free) + 1):
         enough = set(forced)
         for chosen in itertools.combinations(free, count):
             lost = forced | set(chosen)
-            taken = sum(smallest[t] if t in lost else tables[t].whole.hbm for t in tables)
+            taken = sum(smallest[t] if t in lost else tables[t].lossless.hbm for t in tables)
             if taken <= room:
                 enough |= lost
         # A lossy variant that is larger than the table can't help, but may be included.
-        assert enough <= scarce.may_lose(count)
-        if all(tables[t].whole.hbm >= smallest[t] for t in free):
-            assert scarce.may_lose(count) == enough
+        assert enough <= scarce.tables_that_may_lose(count)
+        if all(tables[t].lossless.hbm >= smallest[t] for t in free):
+            assert scarce.tables_that_may_lose(count) == enough
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,17 +71,17 @@ def test_small_tables_are_left_out_only_if_as_many_tables_have_to_lose(seed):
         index: TableLevels(_level(size), (_level(size // draw.randint(2, 20), 0.1),))
         for index, size in enumerate(sizes)
     }
-    saved = sorted((t.whole.hbm - t.lossy[0].hbm for t in tables.values()), reverse=True)
+    saved = sorted((t.lossless.hbm - t.lossy[0].hbm for t in tables.values()), reverse=True)
     missing = draw.randint(1, sum(saved[:8]))
     fewest = next(n for n in range(61) if sum(saved[:n]) >= missing)
-    arranger = _OneRank(sum(sizes) - missing)
+    option_selector = _OneRank(sum(sizes) - missing)
     ended = False
     for listed in range(1, 60):
         known = {
-            index: levels if index < listed else TableLevels(levels.whole, ())
+            index: levels if index < listed else TableLevels(levels.lossless, ())
             for index, levels in tables.items()
         }
-        found = Search(known, arranger).may_lose(sizes[listed])
+        found = LeastLossSearch(known, option_selector).tables_that_may_lose(sizes[listed])
         if found is None:
             assert not ended
             continue
@@ -89,11 +89,11 @@ def test_small_tables_are_left_out_only_if_as_many_tables_have_to_lose(seed):
         chosen = sorted((saved_by(tables[index]) for index in found), reverse=True)
         assert sum(chosen[:fewest]) >= missing
     assert ended
-    assert Search(tables, arranger).may_lose() is not None
+    assert LeastLossSearch(tables, option_selector).tables_that_may_lose() is not None
 
 
 def saved_by(levels):
-    return levels.whole.hbm - levels.lossy[0].hbm
+    return levels.lossless.hbm - levels.lossy[0].hbm
 
 
 class _OneRank:
@@ -176,11 +176,11 @@ def test_plans_are_as_good_as_those_of_all_sizes(seed, share, has_ids):
     model = make_model(tables, device=torch.device("meta"))
     reports = planner.plan(model, get_default_sharders()).plan["ebc"].reports
     losses = [report.loss.value for report in reports.values() if report.loss is not None]
-    least = planner._least_loss
-    room = planner._room()
-    tried = {option.backend_options for option in planner._best_plan if is_ours(option)}
-    levels = least._levels(planner._space, room)
-    best = Search(levels, least._arranger(room)).least_loss()
+    minimum = planner._least_loss
+    room = planner._available_topology()
+    tried = {option.backend_options for option in planner._best_plan if is_backend_option(option)}
+    levels = minimum._levels(planner._space, room)
+    best = LeastLossSearch(levels, minimum._option_selector(room)).least_loss()
     assert tried
     assert (
         0 < len(losses) <= sum(planner._enumerator.loss(option).is_lossy for option in best.options)

@@ -34,7 +34,7 @@ DENSE, HASHED = ROWS * DIM * 4, ROWS * DIM * 4 + ROWS * 32
 
 
 def _planner(
-    names, bytes_a_rank, measured=None, world_size=2, kernels=None, most_loss=None, **constraint
+    names, bytes_a_rank, measured=None, world_size=2, kernels=None, max_loss=None, **constraint
 ):
     constraint = ParameterConstraints(
         compute_kernels=kernels or ["fused", "hkv", "tt"],
@@ -51,7 +51,7 @@ def _planner(
         batch_size=8,
         constraints=dict.fromkeys(names, constraint),
         calibration=measured or calibration(fused=1e-3, hkv=2e-3, tt=8e-3),
-        max_quality_loss=most_loss,
+        max_quality_loss=max_loss,
         storage_reservation=FixedPercentageStorageReservation(0.0),
     )
 
@@ -138,7 +138,7 @@ def test_options_of_each_backend():
         "tt": {"fused": 3e-3, "hkv": 2e-3, "tt": 1e-3},
     }
     for chosen, costs in by_costs.items():
-        plan = _plan(1 << 30, calibration(**costs), options=options, most_loss=1.0)
+        plan = _plan(1 << 30, calibration(**costs), options=options, max_loss=1.0)
         sharding = plan.plan["ebc"]["t"]
         assert sharding.options == options[chosen == "hkv"]
 

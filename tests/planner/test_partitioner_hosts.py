@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 
-from torchrec_hkv.planner.packing import Parts, fits, rooms_of
+from torchrec_hkv.planner.packing import ShardNeeds, fits, free_memory
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 
 pytestmark = pytest.mark.compat
@@ -146,12 +146,12 @@ def test_what_fits_does_not_depend_on_times(seed):
     draw = random.Random(seed)
     options = _options(draw)
     total = sum(s.storage.hbm for option in options for s in option.shards)
-    rooms = rooms_of(_topology(round(total / (_HOSTS * _PER_HOST) * draw.uniform(1.0, 1.2)) + 1))
-    with_times = fits([Parts(option) for option in options], rooms)
+    rooms = free_memory(_topology(round(total / (_HOSTS * _PER_HOST) * draw.uniform(1.0, 1.2)) + 1))
+    with_times = fits([ShardNeeds(option) for option in options], rooms)
     for option in options:
         for shard in option.shards:
             shard.perf = None
-    assert fits([Parts(option) for option in options], rooms) == with_times
+    assert fits([ShardNeeds(option) for option in options], rooms) == with_times
 
 
 def test_blocks_that_do_not_fill_hosts_do_not_fit():

@@ -52,8 +52,8 @@ def test_what_is_found_fits_and_most_of_what_fits_is_found(seed):
     found = possible = 0
     for _ in range(10):
         tables = [_options(_RANKS * draw.randint(1, 40), draw.randint(1, 20)) for _ in range(5)]
-        least = sum(min(option.hbm for option in options) for options in tables)
-        rooms = _rooms(round(least / _RANKS * draw.uniform(1.05, 1.8)))
+        minimum = sum(min(option.hbm for option in options) for options in tables)
+        rooms = _rooms(round(minimum / _RANKS * draw.uniform(1.05, 1.8)))
         chosen = rooms.fitting([_C.PlannerChoices(options) for options in tables])
         if chosen is not None:
             assert rooms.fits([own[at] for own, at in zip(tables, chosen, strict=True)])

@@ -12,7 +12,7 @@ from tests.support.models import make_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, backends
 from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.compat import stock_table_bytes
-from torchrec_hkv.planner.options import is_ours, shards_of
+from torchrec_hkv.planner.options import is_backend_option, shards_of
 from torchrec_hkv.sharding.modules.sharders import (
     BackendEmbeddingBagCollectionSharder,
     get_default_sharders,
@@ -34,7 +34,7 @@ def test_tables_and_buffers(planned_for, backend, sharding_type):
         topology=topology(2, torch.device(planned_for)), constraints={"t": constraint}
     )
     options = planner._enumerator.enumerate(model, get_default_sharders())
-    (ours,) = [option for option in options if is_ours(option)]
+    (ours,) = [option for option in options if is_backend_option(option)]
     (stock,) = [option for option in options if option.compute_kernel == "fused"]
     shards = shards_of(ours)
     for mine, theirs, counted, shard in zip(
@@ -63,7 +63,7 @@ def _counted(backend, optimizer, fused_params):
     )
     sharders = [BackendEmbeddingBagCollectionSharder(fused_params)]
     options = planner._enumerator.enumerate(make_model([table], optimizer), sharders)
-    (ours,) = [option for option in options if is_ours(option)]
+    (ours,) = [option for option in options if is_backend_option(option)]
     (stock,) = [option for option in options if option.compute_kernel == "fused"]
     return ours.shards[0].storage.ddr, stock_table_bytes(stock)
 

@@ -11,7 +11,7 @@ from torchrec.distributed.planner import Topology
 
 from tests.support.models import make_model
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
-from torchrec_hkv.planner.traffic import Asked, Hosts, step_traffic
+from torchrec_hkv.planner.traffic import HostTopology, TableLookups, step_traffic
 
 IDS, BAGS = 40.0, 10.0
 
@@ -65,10 +65,10 @@ def _messages(sharding_type, dims, hosts, pooled):
     ],
 )
 def test_message_by_message(sharding_type, pooled, ranks, local):
-    hosts = Hosts(ranks, local)
+    hosts = HostTopology(ranks, local)
     shards = {"row_wise": ranks, "table_wise": 1, "table_row_wise": local, "grid_shard": ranks}
     dims = [16] * shards.get(sharding_type, 3)
-    found = step_traffic(Asked(sharding_type, dims, IDS, BAGS, pooled), hosts)
+    found = step_traffic(TableLookups(sharding_type, dims, IDS, BAGS, pooled), hosts)
     intra = inter = 0.0
     for a, b, size in _messages(sharding_type, dims, hosts, pooled):
         if a != b and a // local == b // local:

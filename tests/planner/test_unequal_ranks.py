@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from tests.support.all_plans import (
+from tests.support.exhaustive_plans import (
     all_options,
     best_plan,
     case,
+    draw_rank_bytes,
     make_planner,
     planned,
-    rooms_of,
     same,
 )
 
@@ -31,7 +31,7 @@ def unequal(room, num_ranks, draw):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_least_loss_on_unequal_ranks(seed, num_ranks):
     model, constraints, counts, costs, draw = case(seed)
-    for room in rooms_of(all_options(model, constraints, counts, costs), draw):
+    for room in draw_rank_bytes(all_options(model, constraints, counts, costs), draw):
         rooms = unequal(room, num_ranks, draw)
         by_table = all_options(model, constraints, counts, costs, rooms)
         found = planned(make_planner(constraints, costs, rooms), model)
@@ -51,7 +51,7 @@ def test_least_loss_on_unequal_ranks(seed, num_ranks):
 def test_tables_that_are_not_divided(seed, sharding_types, more_kernels):
     """Tables lie whole on a rank, so the largest may fit nowhere."""
     model, constraints, counts, costs, draw = case(seed, sharding_types, more_kernels)
-    for room in rooms_of(all_options(model, constraints, counts, costs), draw):
+    for room in draw_rank_bytes(all_options(model, constraints, counts, costs), draw):
         rooms = unequal(room, 2, draw)
         by_table = all_options(model, constraints, counts, costs, rooms)
         found = planned(make_planner(constraints, costs, rooms), model)
@@ -61,9 +61,9 @@ def test_tables_that_are_not_divided(seed, sharding_types, more_kernels):
 @pytest.mark.parametrize("seed", range(80, 84))
 def test_the_fastest_within_a_bound_on_loss_on_unequal_ranks(seed):
     model, constraints, counts, costs, draw = case(seed, ["data_parallel", "table_wise"], ["dense"])
-    for room in rooms_of(all_options(model, constraints, counts, costs), draw):
+    for room in draw_rank_bytes(all_options(model, constraints, counts, costs), draw):
         rooms, bound = unequal(room, 2, draw), draw.choice([0.0, 0.01, 0.05, 1.0])
         by_table = all_options(model, constraints, counts, costs, rooms)
         planner = make_planner(constraints, costs, rooms, max_quality_loss=bound)
-        best = best_plan(by_table, rooms, most_loss=bound, fastest=True)
+        best = best_plan(by_table, rooms, max_loss=bound, fastest=True)
         assert same(found := planned(planner, model), best), (rooms, bound, found, best)

@@ -9,7 +9,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from tests.support.models import make_model, shard_model, topology
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 from torchrec_hkv.planner import IdFrequencies
-from torchrec_hkv.planner.options import is_ours
+from torchrec_hkv.planner.options import is_backend_option
 from torchrec_hkv.planner.workload import shard_workload
 
 ROWS, BATCH, LENGTHS = 2000, 512, (2, 5)
@@ -63,7 +63,7 @@ def test_of_each_sharding_type(run_ranks, sharding_type, has_frequencies):
         topology=ranks, constraints={"t": constraint}, batch_size=BATCH
     )
     options = planner._enumerator.enumerate(_model(), get_default_sharders())
-    (option,) = [option for option in options if is_ours(option)]
+    (option,) = [option for option in options if is_backend_option(option)]
     said = shard_workload(option, ranks, constraint, frequencies)
     reached = [one for one in run_ranks(2, _reached, sharding_type) if one[0] > 0]
     assert len(reached) == len(option.shards)
@@ -86,6 +86,6 @@ def test_one_feature_said_for_all():
         topology=ranks, constraints={"t": constraint}, batch_size=BATCH
     )
     options = planner._enumerator.enumerate(_model(), get_default_sharders())
-    (option,) = [option for option in options if is_ours(option)]
+    (option,) = [option for option in options if is_backend_option(option)]
     said = shard_workload(option, ranks, constraint, None)
     assert (said.ids, said.bags) == (2 * 2 * BATCH, 2 * 2 * BATCH)

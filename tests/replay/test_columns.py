@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrec_hkv.replay.feed import Feed
 from torchrec_hkv.replay.log import Ids, Part
 from torchrec_hkv.replay.sample import Sample
+from torchrec_hkv.replay.step_splitter import StepSplitter
 
 
 def column(generator, num_samples, kind):
     if kind == "one":
         return Ids(torch.randint(1000, (num_samples,), generator=generator))
-    most = 3 if kind == "several" else 1
-    lengths = torch.randint(0, most + 1, (num_samples,), generator=generator)
+    maximum = 3 if kind == "several" else 1
+    lengths = torch.randint(0, maximum + 1, (num_samples,), generator=generator)
     samples = torch.repeat_interleave(torch.arange(num_samples), lengths)
     return Ids(torch.randint(1000, (len(samples),), generator=generator), samples)
 
@@ -26,7 +26,7 @@ def column(generator, num_samples, kind):
 def test_steps(batch_size, kinds):
     generator = torch.Generator().manual_seed(batch_size)
     names = [str(at) for at in range(len(kinds))]
-    feed = Feed(names, Sample(), batch_size)
+    splitter = StepSplitter(names, Sample(), batch_size)
     steps, expected, samples = [], {}, 0
     for num_samples in (100, 1, 0, 250, 13):
         columns = {
@@ -40,9 +40,9 @@ def test_steps(batch_size, kinds):
             for sample, ident in zip(own.tolist(), ids.values.tolist(), strict=True):
                 expected[(samples + sample) // batch_size].append(ident)
         samples += num_samples
-        steps.append(feed.steps(Part(num_samples, columns)))
-    steps.append(feed.last())
-    assert feed.lookups == sum(map(len, expected.values()))
+        steps.append(splitter.steps(Part(num_samples, columns)))
+    steps.append(splitter.last())
+    assert splitter.lookups == sum(map(len, expected.values()))
     found = {}
     for part in steps:
         if part.ends.numel():

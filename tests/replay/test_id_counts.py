@@ -13,12 +13,12 @@ PLENTY = 1 << 30
 
 
 @pytest.mark.parametrize("distinct", [1, 700, 20_000])
-@pytest.mark.parametrize("most_in_step", [1, 50, 6000])
-def test_counts_and_first_steps(distinct, most_in_step):
-    generator = torch.Generator().manual_seed(distinct + most_in_step)
+@pytest.mark.parametrize("max_in_step", [1, 50, 6000])
+def test_counts_and_first_steps(distinct, max_in_step):
+    generator = torch.Generator().manual_seed(distinct + max_in_step)
     counts, expected = _C.IdCounts(PLENTY), Counter()
     for _ in range(3):  # parts of a log
-        sizes = torch.randint(0, most_in_step + 1, (12,), generator=generator)
+        sizes = torch.randint(0, max_in_step + 1, (12,), generator=generator)
         n = int(sizes.sum())
         ids = torch.randint(distinct, (n,), generator=generator) * 7919 - distinct
         found = counts.count(ids, sizes.cumsum(0))

@@ -14,14 +14,14 @@ from torchrec_hkv.replay import LogError, open_log
 from torchrec_hkv.replay.text import TextLog
 
 N = 3000
-LEAST, MOST = -(2**63), 2**63 - 1
+MIN, MAX = -(2**63), 2**63 - 1
 
 
 @pytest.fixture
 def ids():
     generator = np.random.default_rng(4)
-    user = generator.integers(LEAST, MOST, N, endpoint=True)
-    user[:4] = LEAST, MOST, -1, 0
+    user = generator.integers(MIN, MAX, N, endpoint=True)
+    user[:4] = MIN, MAX, -1, 0
     return {"user": user, "item": generator.integers(0, 500, N)}
 
 
@@ -128,7 +128,7 @@ def test_texts_missing_ids_quotes_and_unsigned_numbers(tmp_path):
     assert who[0] == who[2] != who[1]
     assert samples["who"] == [0, 1, 2]
     assert (values["when"], samples["when"]) == ([1, 3, 4], [0, 2, 3])
-    assert values["n"] == [-1, LEAST, 7, 2]
+    assert values["n"] == [-1, MIN, 7, 2]
 
 
 def test_a_missing_id_and_the_order_of_time(tmp_path):

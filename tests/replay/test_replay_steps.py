@@ -23,10 +23,10 @@ def group_of(*evictions, admission=None):
     return TableGroup(specs, list(range(len(specs))), None, device="cpu", state_dim=0)
 
 
-def steps_of(number, most, distinct, seed=0):
+def steps_of(number, maximum, distinct, seed=0):
     """Steps of different sizes, some empty. Each step has some new ids."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(0, most + 1, (number,), generator=generator)
+    sizes = torch.randint(0, maximum + 1, (number,), generator=generator)
     sizes[3] = 0
     draws = torch.rand(int(sizes.sum()), generator=generator) ** 3
     steps = torch.repeat_interleave(torch.arange(number), sizes)

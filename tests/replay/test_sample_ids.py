@@ -29,10 +29,10 @@ def test_as_numpy_does(name, rates):
     ids = streams()[name]
     taken = sample_ids(torch.from_numpy(ids), *map(Sample, rates))
     at, ours = places(ids, rates[0]), places(ids, rates[1])
-    assert taken.at.tolist() == at.tolist()
-    assert taken.bits.tolist() == hashes(ids[at]).tolist()
-    assert taken.at[taken.ours].tolist() == ours.tolist()
-    assert groups_of(taken.bits[taken.ours]).tolist() == groups(ids[ours]).tolist()
+    assert taken.positions.tolist() == at.tolist()
+    assert taken.hashes.tolist() == hashes(ids[at]).tolist()
+    assert taken.positions[taken.smaller].tolist() == ours.tolist()
+    assert groups_of(taken.hashes[taken.smaller]).tolist() == groups(ids[ours]).tolist()
     assert taken.bounds.tolist() == ([ids.min(), ids.max()] if len(ids) else [])
 
 

@@ -25,7 +25,7 @@ def counted(windows, ids):
     begin = 0
     for length in PARTS:
         taken = sample_ids(ids[begin : begin + length], windows.counted, windows.sample)
-        windows.see(taken, length)
+        windows.update(taken, length)
         begin += length
     return windows
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.served import exported
+from tests.support.served_models import exported
 
 _MADE: list[tuple[Path, list[Any]]] = []
 

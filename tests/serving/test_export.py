@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.served import SEEDS, batch_of, exported
+from tests.support.served_models import SEEDS, exported, random_batch
 from torchrec_hkv import serving
 
 
@@ -15,7 +15,7 @@ def test_equal_bits(sharding, run_ranks, tmp_path):
     want = run_ranks(1, exported, tmp_path / "model", sharding)[0]
     model = serving.load(tmp_path / "model", verify=True)
     for seed, outputs in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         assert got.keys() == outputs.keys()
         for key, value in outputs.items():
             assert torch.equal(got[key], value), key
@@ -31,7 +31,7 @@ def test_rows_trained_in_8_bits(run_ranks, tmp_path):
     want = run_ranks(1, exported, tmp_path / "model", "row_wise", None, 4, torch.int8)[0]
     model = serving.load(tmp_path / "model", verify=True)
     for seed, outputs in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         for key, value in outputs.items():
             assert torch.equal(got[key], value), key
 
@@ -44,7 +44,7 @@ def test_two_ranks(sharding, run_ranks, tmp_path):
     model = serving.load(tmp_path / "model")
     for of_rank in want:
         for seed, outputs in zip(SEEDS, of_rank, strict=True):
-            got = model(*batch_of(seed, 2 + seed))["made_of"]
+            got = model(*random_batch(seed, 2 + seed))["made_of"]
             if sharding == "table_wise":
                 assert torch.equal(got, outputs["made_of"])
             torch.testing.assert_close(got, outputs["made_of"], rtol=1e-5, atol=1e-6)
@@ -59,5 +59,5 @@ def exported_twice(rank, world_size, device, folder):
 def test_replaces_a_model(run_ranks, tmp_path):
     want = run_ranks(1, exported_twice, tmp_path / "model")[0]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    got = serving.load(tmp_path / "model")(*batch_of(1, 3))
+    got = serving.load(tmp_path / "model")(*random_batch(1, 3))
     assert torch.equal(got["scores"], want[0]["scores"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from tests.support.served import BAGS, SEQUENCE, WEIGHTED, batch_of, make_served
+from tests.support.served_models import BAGS, SEQUENCE, WEIGHTED, make_served, random_batch
 from torchrec_hkv import serving
 
 CASES = [
@@ -33,7 +33,7 @@ def refused(rank, world_size, device, folder):
     model = make_served(world_size, device)
     for arguments, message in CASES:
         with pytest.raises(ValueError, match=message):
-            serving.export(model, folder / "new", **{"inputs": batch_of(0), **arguments})
+            serving.export(model, folder / "new", **{"inputs": random_batch(0), **arguments})
     features = of_one_sample([*BAGS, *SEQUENCE], None), of_one_sample(WEIGHTED, torch.zeros(0))
     with pytest.raises(ValueError, match="inputs hold 0 ids of 1 samples"):
         serving.export(model, folder / "new", inputs=(torch.zeros(1, 4), *features))
@@ -43,7 +43,7 @@ def refused(rank, world_size, device, folder):
     other.mkdir()
     (other / "notes").write_text("mine")
     with pytest.raises(ValueError, match="is not an exported model, and would be replaced"):
-        serving.export(model, other, inputs=batch_of(0))
+        serving.export(model, other, inputs=random_batch(0))
     with pytest.raises(ValueError, match="the model has no EmbeddingBagCollection"):
         serving.export(torch.nn.Linear(2, 2), folder / "new", inputs=(torch.zeros(2, 2),))
 

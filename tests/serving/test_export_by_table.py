@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.served import BAGS, SEEDS, SEQUENCE, batch_of, exported
+from tests.support.served_models import BAGS, SEEDS, SEQUENCE, exported, random_batch
 from torchrec_hkv import serving
-from torchrec_hkv.serving.manifest import Manifest
+from torchrec_hkv.serving.manifest import ServingManifest
 
 
 @pytest.mark.slow
@@ -17,10 +17,10 @@ def test_row_formats(rows, run_ranks, tmp_path):
     model = serving.load(tmp_path / "model")
     near = {"int8": 2e-2, "int4": 0.3}[rows]
     for seed, outputs in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))["made_of"]
+        got = model(*random_batch(seed, 2 + seed))["made_of"]
         assert not torch.equal(got, outputs["made_of"])
         torch.testing.assert_close(got, outputs["made_of"], rtol=near, atol=near)
-    formats = {table.rows.row_format for table in Manifest.read(tmp_path / "model").tables}
+    formats = {table.rows.row_format for table in ServingManifest.read(tmp_path / "model").tables}
     assert formats == {rows}
 
 
@@ -39,7 +39,7 @@ def test_tables_by_name(run_ranks, tmp_path):
             "unknown": {"user": default, "likes": "zero"},
         },
     )[0]
-    manifest = Manifest.read(tmp_path / "model")
+    manifest = ServingManifest.read(tmp_path / "model")
     formats = {table.name: table.rows.row_format for table in manifest.tables}
     assert formats["ebc.embedding_bags.user"] == "int8"
     assert formats["ebc.embedding_bags.pages"] == "fp32"
@@ -48,7 +48,7 @@ def test_tables_by_name(run_ranks, tmp_path):
     assert "ebc.embedding_bags.page" in groups
     assert "ebc.embedding_bags.pages" not in groups
     model = serving.load(tmp_path / "model")
-    got = model(*batch_of(1, 3))["made_of"]
+    got = model(*random_batch(1, 3))["made_of"]
     assert got.shape == want[0]["made_of"].shape
     unseen = {"user": [[12345]], "likes": [[12345]], "seen": [[12345]]}
     ids = {key: unseen.get(key, [[]]) for key in [*BAGS, *SEQUENCE]}

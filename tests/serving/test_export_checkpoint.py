@@ -9,14 +9,21 @@ import pytest
 import torch
 from torchrec import PoolingType
 
-from tests.support.forked import run_python
-from tests.support.served import SEEDS, ServedModel, batch_of, make_served, outputs_of, train
+from tests.support.processes import run_python
+from tests.support.served_models import (
+    SEEDS,
+    ServedModel,
+    make_served,
+    outputs_of,
+    random_batch,
+    train,
+)
 from torchrec_hkv import checkpoint, serving
 
 #: Runs where no process group was made, and no model was sharded.
 EXPORT = """
 import sys, torch
-from tests.support.served import ServedModel, batch_of
+from tests.support.served_models import ServedModel, batch_of
 from torchrec_hkv import serving
 with torch.device("meta"):
     model = ServedModel()
@@ -47,7 +54,7 @@ def rows_saved(rank, world_size, device, folder: Path):
 
 def assert_served(model, want, near: float = 0.0):
     for seed, its in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         for key, value in its.items():
             torch.testing.assert_close(got[key], value, rtol=near, atol=near)
 
@@ -77,7 +84,7 @@ def test_formats_and_unknown(run_ranks, tmp_path):
         ServedModel(),
         tmp_path / "model",
         rows,
-        inputs=batch_of(0),
+        inputs=random_batch(0),
         checkpoint=tmp_path / "checkpoint",
         unknown={"user": "zero", "likes": [0.5] * 12},
         memory_bytes=1000,  # through temporary files
@@ -116,7 +123,7 @@ def test_base_of_a_chain(run_ranks, tmp_path):
     chain = tmp_path / "chain"
 
     def export(folder: Path) -> None:
-        serving.export(ServedModel(), tmp_path / "model", inputs=batch_of(0), checkpoint=folder)
+        serving.export(ServedModel(), tmp_path / "model", inputs=random_batch(0), checkpoint=folder)
 
     with pytest.raises(ValueError, match="a chain of deltas: name its newest base"):
         export(chain)
@@ -137,7 +144,7 @@ def refused(rank, world_size, device, folder: Path):
 
     def export(served, **arguments):
         arguments = {"checkpoint": folder / "checkpoint", **arguments}
-        serving.export(served, folder / "model", inputs=batch_of(0), **arguments)
+        serving.export(served, folder / "model", inputs=random_batch(0), **arguments)
 
     with pytest.raises(ValueError, match="is sharded: with checkpoint=, give the module before"):
         export(model)
@@ -184,7 +191,10 @@ def damaged(rank, world_size, device, folder: Path):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"{path.name}.*is damaged"):
         serving.export(
-            ServedModel(), folder / "model", inputs=batch_of(0), checkpoint=folder / "checkpoint"
+            ServedModel(),
+            folder / "model",
+            inputs=random_batch(0),
+            checkpoint=folder / "checkpoint",
         )
     assert [entry.name for entry in folder.iterdir()] == ["checkpoint"]
 

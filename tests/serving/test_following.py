@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import SEEDS, batch_of, make_served, outputs_of, train
+from tests.support.served_models import SEEDS, make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 
 STEPS = 3
@@ -24,7 +24,7 @@ def assert_served(
     model: serving.ServingModel, want: list[dict[str, torch.Tensor]], near: float = 0
 ):
     for seed, its in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         for key, value in its.items():
             torch.testing.assert_close(got[key], value, rtol=near, atol=near)
 
@@ -35,7 +35,7 @@ def followed(rank, world_size, device, folder: Path, sharding: str, rows: str | 
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
     deltas = folder / "chain" if knows else None
-    serving.export(model, folder / "model", rows, inputs=batch_of(0), deltas=deltas)
+    serving.export(model, folder / "model", rows, inputs=random_batch(0), deltas=deltas)
     near = {None: 0.0 if world_size == 1 else 1e-6, "int8": 2e-2}[rows]
     # One model follows each delta, and another one starts at the end.
     served = serving.load(folder / "model")
@@ -105,7 +105,7 @@ def followed_on_two(rank, world_size, device, folder: Path):
     train(model, STEPS)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
-    serving.export(model, folder / "model", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0))
     served = serving.load(folder / "model")
     follower = serving.follow(served, folder / "chain", every=None)
     assert_served(served, outputs(model))
@@ -121,9 +121,9 @@ def read_while_applied(rank, world_size, device, folder: Path):
     train(model, 1)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
-    serving.export(model, folder / "model", inputs=batch_of(0), deltas=folder / "chain")
+    serving.export(model, folder / "model", inputs=random_batch(0), deltas=folder / "chain")
     served = serving.load(folder / "model")
-    batch = batch_of(7, 5)
+    batch = random_batch(7, 5)
     seen: list[dict[str, torch.Tensor]] = []
     ended = threading.Event()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import SEEDS, batch_of, make_served, outputs_of, train
+from tests.support.served_models import SEEDS, make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.following_process import ProcessFollower
@@ -24,7 +24,7 @@ def outputs(model) -> list[dict[str, torch.Tensor]]:
 
 def assert_served(model: serving.ServingModel, want, near: float = 0.0) -> None:
     for seed, its in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         for key, value in its.items():
             torch.testing.assert_close(got[key], value, rtol=near, atol=near)
 
@@ -36,7 +36,7 @@ def begun(folder: Path, device, rows: str | None = None, knows: bool = True):
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
     deltas = folder / "chain" if knows else None
-    serving.export(model, folder / "model", rows, inputs=batch_of(0), deltas=deltas)
+    serving.export(model, folder / "model", rows, inputs=random_batch(0), deltas=deltas)
     (folder / "scratch").mkdir()
     return model, writer
 
@@ -145,7 +145,7 @@ def failed(rank, world_size, device, folder: Path) -> None:
     assert_served(served, want)
     follower.stop()
     # The folder has another model.
-    serving.export(model, folder / "model", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0))
     with pytest.raises(ValueError, match="has been exported again: load the model again"):
         serving.follow(served, chain, **arguments)
     assert_served(served, want)

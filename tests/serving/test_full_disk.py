@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from tests.support.served import batch_of, make_served, outputs_of, train
+from tests.support.served_models import make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 
 FULL = os.strerror(errno.ENOSPC)
@@ -66,7 +66,7 @@ def test_export(disk):
 def followed(rank, world_size, device, folder: Path, disk: Path) -> None:
     model = make_served(world_size, device)
     train(model, 2)
-    serving.export(model, folder / "model", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0))
     before = outputs_of(model, 1, 4)
     train(model, 2, seed=500)
     checkpoint.DeltaWriter(model, folder / "chain").write()
@@ -76,11 +76,11 @@ def followed(rank, world_size, device, folder: Path, disk: Path) -> None:
     with pytest.raises(ValueError, match=FULL):
         serving.follow(served, folder / "chain", every=None, scratch=disk)
     assert [path.name for path in disk.iterdir()] == ["filler"]
-    got = served(*batch_of(1, 4))
+    got = served(*random_batch(1, 4))
     assert all(torch.equal(got[key], value) for key, value in before.items())
     (disk / "filler").unlink()
     serving.follow(served, folder / "chain", every=None, scratch=disk)
-    got = served(*batch_of(1, 4))
+    got = served(*random_batch(1, 4))
     assert all(torch.equal(got[key], value) for key, value in want.items())
 
 

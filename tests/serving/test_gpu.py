@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.support.served import SEEDS, batch_of, exported
+from tests.support.served_models import SEEDS, exported, random_batch
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.hash_table import Normal, Uniform, table_seed
 from torchrec_hkv.hash_table.initializers import op_arguments
@@ -113,7 +113,7 @@ def on_one(rank, world_size, device, folder) -> list:
     want = exported(rank, world_size, device, folder / "model", "row_wise")
     model = serving.load(folder / "model", device)
     for seed, outputs in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         for key, value in outputs.items():
             torch.testing.assert_close(got[key].cpu(), value, rtol=1e-6, atol=1e-6)
     return want
@@ -125,17 +125,17 @@ def test_model(run_ranks, tmp_path, device_type):
     # A model trained on a GPU serves on a CPU, too.
     model = serving.load(tmp_path / "model")
     for seed, outputs in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         torch.testing.assert_close(got["scores"], outputs["scores"], rtol=1e-5, atol=1e-5)
 
 
 def followed(rank, world_size, device, folder) -> None:
-    from tests.support.served import make_served, outputs_of, train
+    from tests.support.served_models import make_served, outputs_of, train
 
     model = make_served(world_size, device)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
-    inputs = batch_of(0, device=device)
+    inputs = random_batch(0, device=device)
     serving.export(model, folder / "model", inputs=inputs, deltas=folder / "chain")
     served = serving.load(folder / "model", device)
     follower = serving.follow(served, folder / "chain", every=None)
@@ -143,7 +143,7 @@ def followed(rank, world_size, device, folder) -> None:
         train(model, 2, seed=100 * step)
         writer.write(base=step == 2)
         assert follower.poll() == 1
-        got, want = served(*batch_of(5, 4)), outputs_of(model, 5, 4)
+        got, want = served(*random_batch(5, 4)), outputs_of(model, 5, 4)
         for key, value in want.items():
             torch.testing.assert_close(got[key].cpu(), value, rtol=1e-6, atol=1e-6)
 

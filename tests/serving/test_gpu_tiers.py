@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.serving.test_gpu import IDS, on_gpu, table
-from tests.support.served import batch_of, make_served, outputs_of, train
+from tests.support.served_models import make_served, outputs_of, random_batch, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving import ops, row_formats
 from torchrec_hkv.serving.lookup_counts import counts_of, read_codes
-from torchrec_hkv.serving.manifest import Manifest
-from torchrec_hkv.serving.placement import Placement, chosen_again
+from torchrec_hkv.serving.manifest import ServingManifest
+from torchrec_hkv.serving.placement import Placement, rechoose_hot_rows
 from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables
 
 pytestmark = [
@@ -44,7 +44,7 @@ def shuffled(its: ReadOnlyTable) -> ReadOnlyTable:
     """The same table with other hot rows."""
     generator = torch.Generator().manual_seed(1)
     its.hot.counts.copy_(torch.randint(0, 9, its.hot.counts.shape, generator=generator))
-    return dataclasses.replace(its, hot=chosen_again(its))
+    return dataclasses.replace(its, hot=rechoose_hot_rows(its))
 
 
 def opened(tables: list[ReadOnlyTable]) -> ReadOnlyTables:
@@ -133,7 +133,7 @@ def test_choice():
             held.rows(0, known[:100].cuda())
         counts = parts.hot.counts.clone()
         assert int(counts.sum()) == pytest.approx(200 * (wanted.numel() + 100) / 8, rel=0.1)
-        parts = dataclasses.replace(parts, hot=chosen_again(parts))
+        parts = dataclasses.replace(parts, hot=rechoose_hot_rows(parts))
         assert torch.equal(parts.hot.counts, counts // 2)
         parts.hot.host_lookups.zero_()
         held = opened([parts])
@@ -264,7 +264,7 @@ def test_choice_while_calls_run(tmp_path):
 def trained(rank, world_size, device, folder) -> None:
     model = make_served(world_size, device)
     train(model, 4)
-    serving.export(model, folder, inputs=batch_of(0, device=device), lookup_counts=True)
+    serving.export(model, folder, inputs=random_batch(0, device=device), lookup_counts=True)
 
 
 @pytest.mark.parametrize("device_type", ["cuda"])
@@ -272,7 +272,7 @@ def test_counts_of_training(run_ranks, tmp_path, device_type):
     """The rows looked up most in training are hot from the start."""
     run_ranks(1, trained, tmp_path / "model")
     model = serving.load(tmp_path / "model", "cuda", hbm_bytes={"item": 320, "country": 800})
-    records = {its.name: its for its in Manifest.read(tmp_path / "model").tables}
+    records = {its.name: its for its in ServingManifest.read(tmp_path / "model").tables}
     for its in model._version.tables.tables:
         if its.hot is None:
             continue
@@ -292,7 +292,7 @@ def followed(rank, world_size, device, folder, process) -> None:
     train(model, 2, seed=7)
     writer = checkpoint.DeltaWriter(model, folder / "chain")
     writer.write()
-    inputs = batch_of(0, device=device)
+    inputs = random_batch(0, device=device)
     serving.export(model, folder / "model", inputs=inputs, deltas=folder / "chain")
     limits = {"user": 300, "item": 0, "country": 400, "seen": 64}
     parts = serving.load(folder / "model", device, hbm_bytes=limits)
@@ -309,7 +309,7 @@ def followed(rank, world_size, device, folder, process) -> None:
         for follower in followers:
             assert follower.poll() == 1
         host = parts.counters()["ebc.embedding_bags.item"]["host_lookups"]
-        got, want = parts(*batch_of(5, 4)), whole(*batch_of(5, 4))
+        got, want = parts(*random_batch(5, 4)), whole(*random_batch(5, 4))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         for key, value in outputs_of(model, 5, 4).items():
             torch.testing.assert_close(got[key].cpu(), value, rtol=1e-6, atol=1e-6)
@@ -322,9 +322,9 @@ def followed(rank, world_size, device, folder, process) -> None:
         results.append(want)
     for follower in followers:
         follower.rollback()
-    torch.testing.assert_close(parts(*batch_of(5, 4)), results[2], rtol=0, atol=0)
+    torch.testing.assert_close(parts(*random_batch(5, 4)), results[2], rtol=0, atol=0)
     parts.choose_hot_rows()
-    torch.testing.assert_close(parts(*batch_of(5, 4)), results[2], rtol=0, atol=0)
+    torch.testing.assert_close(parts(*random_batch(5, 4)), results[2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device_type", ["cuda"])

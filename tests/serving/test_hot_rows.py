@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.served import batch_of
+from tests.support.served_models import random_batch
 from torchrec_hkv import serving
 from torchrec_hkv.serving.placement import Placement, carried_counts, numbered_ids, shares
 from torchrec_hkv.serving.row_formats import from_bytes, to_bytes
@@ -32,16 +32,16 @@ def largest(counts: Tensor, wanted: int, was_hot: np.ndarray | None = None) -> n
     return is_hot
 
 
-def drawn(n: int, most: int, seed: int) -> Tensor:
+def drawn(n: int, maximum: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, most + 1, (n,), dtype=torch.int32, generator=generator)
+    return torch.randint(0, maximum + 1, (n,), dtype=torch.int32, generator=generator)
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("most", [0, 1, 40, 1 << 17, 1 << 30])
-def test_choice(n, most):
-    counts = drawn(n, most, n)
-    counts[n // 2 :: 7] = most
+@pytest.mark.parametrize("maximum", [0, 1, 40, 1 << 17, 1 << 30])
+def test_choice(n, maximum):
+    counts = drawn(n, maximum, n)
+    counts[n // 2 :: 7] = maximum
     earlier = drawn(n, 3, n + 1)
     previous, was_hot = OPS.serving_choose_hot(earlier, None, n // 3), largest(earlier, n // 3)
     for wanted, again in itertools.product({0, 1, n // 10, n // 2, n - 1, n, n + 5}, (False, True)):
@@ -179,7 +179,7 @@ def test_cpu(served):
     with pytest.raises(ValueError, match="hbm_bytes is 0, but device is 'cpu'"):
         serving.load(served[0], hbm_bytes=0)
     model = serving.load(served[0])
-    before = model(*batch_of(0))
+    before = model(*random_batch(0))
     model.choose_hot_rows()
-    torch.testing.assert_close(model(*batch_of(0)), before, rtol=0, atol=0)
+    torch.testing.assert_close(model(*random_batch(0)), before, rtol=0, atol=0)
     assert all("host_lookups" not in counts for counts in model.counters().values())

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import ServedModel, batch_of, make_served, train
+from tests.support.served_models import ServedModel, make_served, random_batch, train
 from torchrec_hkv import checkpoint, serving
 from torchrec_hkv.serving.lookup_counts import CountsWriter, codes_of, counts_of, read_codes
-from torchrec_hkv.serving.manifest import FileRecord, Manifest
+from torchrec_hkv.serving.manifest import ServingFileRecord, ServingManifest
 from torchrec_hkv.serving.placement import numbered_ids
 from torchrec_hkv.serving.table_builder import build_table
 
@@ -61,7 +61,7 @@ def test_file(n, tmp_path):
 
 def test_damaged(tmp_path):
     (tmp_path / "counts").write_bytes(bytes(5))
-    record = FileRecord.of(tmp_path / "counts")
+    record = ServingFileRecord.of(tmp_path / "counts")
     with pytest.raises(ValueError, match="counts has 5 bytes, but its table has 6 rows"):
         read_codes(tmp_path, record, 6)
     (tmp_path / "counts").write_bytes(b"01234")
@@ -84,7 +84,7 @@ def looked_up(keys: Sequence[str], world_size: int) -> collections.Counter[int]:
     """The number of training lookups of each id of some features, over all ranks."""
     counts: collections.Counter[int] = collections.Counter()
     for step in range(STEPS):
-        features = batch_of(SEED + step)[1]
+        features = random_batch(SEED + step)[1]
         for key in keys:
             counts.update(features[key].values().tolist() * world_size)
     return counts
@@ -93,13 +93,13 @@ def looked_up(keys: Sequence[str], world_size: int) -> collections.Counter[int]:
 def trained(rank, world_size, device, folder, sharding) -> None:
     model = make_served(world_size, device, sharding)
     train(model, STEPS, SEED)
-    serving.export(model, folder / "model", inputs=batch_of(0), lookup_counts=True)
-    serving.export(model, folder / "without", inputs=batch_of(0))
+    serving.export(model, folder / "model", inputs=random_batch(0), lookup_counts=True)
+    serving.export(model, folder / "without", inputs=random_batch(0))
     checkpoint.save(folder / "checkpoint", model)
 
 
 def codes_by_id(folder: Path, table: str) -> dict[int, int] | None:
-    record = next(its for its in Manifest.read(folder).tables if its.name == table)
+    record = next(its for its in ServingManifest.read(folder).tables if its.name == table)
     if record.counts is None:
         return None
     codes = read_codes(folder, record.counts, record.rows.entries)
@@ -118,7 +118,7 @@ def test_export(run_ranks, tmp_path, ranks, sharding):
     run_ranks(ranks, trained, tmp_path, sharding)
     with torch.device("meta"):
         module = ServedModel()
-    inputs = batch_of(0)
+    inputs = random_batch(0)
     for folder in ("model", "saved"):
         if folder == "saved":
             saved = tmp_path / "checkpoint"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.served import SEEDS, batch_of
+from tests.support.served_models import SEEDS, random_batch
 from torchrec_hkv import serving
 from torchrec_hkv.serving.resident_file import read_resident
 
@@ -22,7 +22,7 @@ def test_same_outputs(served, mapped):
     folder, want = served
     model = serving.load(folder, mapped=mapped)
     for seed, its in zip(SEEDS, want, strict=True):
-        got = model(*batch_of(seed, 2 + seed))
+        got = model(*random_batch(seed, 2 + seed))
         assert all(torch.equal(got[key], value) for key, value in its.items())
     assert (f"{folder}/rows-0000.table" in mapped_files()) == mapped
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.support.served import batch_of
+from tests.support.served_models import random_batch
 from torchrec_hkv import serving
 
 LINE = re.compile(r'([a-z_]+)(\{(table|le)="[^"]*"\})? (\d+(\.\d+)?(e-?\d+)?)')
@@ -13,7 +13,7 @@ LINE = re.compile(r'([a-z_]+)(\{(table|le)="[^"]*"\})? (\d+(\.\d+)?(e-?\d+)?)')
 def test_metrics(served):
     model = serving.load(served[0])
     for seed in range(5):
-        model(*batch_of(seed, 4))
+        model(*random_batch(seed, 4))
     values = {}
     for line in model.metrics().splitlines():
         if not line.startswith("# "):

@@ -62,7 +62,7 @@ def test_larger_units(row_format, dim):
         data = torch.empty(1, row_formats.row_bytes(row_format, dim), dtype=torch.uint8)
         done = row_formats.quantise_into(row, row_format, largest, data)
         assert done.rows == 1
-        for doublings in range(1, min(done.room, 40) + 1):
+        for doublings in range(1, min(done.doublings_left, 40) + 1):
             OPS.serving_lower(data, 1)
             unit = row_formats.unit_for(largest * 2**doublings)
             assert torch.equal(data, converted(row, row_format, unit))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from tests.support.served import BAGS, SEQUENCE, WEIGHTED, as_ids, batch_of
+from tests.support.served_models import BAGS, SEQUENCE, WEIGHTED, as_ids, random_batch
 from torchrec_hkv import serving
 from torchrec_hkv.serving.tracing import describe_inputs
 
@@ -15,7 +15,7 @@ from torchrec_hkv.serving.tracing import describe_inputs
 def test_requests(served):
     model = serving.load(served[0])
     assert model.features == ((*BAGS, *SEQUENCE), tuple(WEIGHTED))
-    dense, features, weighted = batch_of(5, 4)
+    dense, features, weighted = random_batch(5, 4)
     want = model(dense, features, weighted)
     # int32, another order of features, and more of them
     keys, values, lengths, _ = as_ids(features)
@@ -30,19 +30,19 @@ def test_requests(served):
     assert all(torch.equal(got[key], value) for key, value in want.items())
     # none, one, and many samples
     for samples in (0, 1, 300):
-        got = model(*batch_of(6, samples))
+        got = model(*random_batch(6, samples))
         assert got["scores"].shape == (samples, 3)
     million = torch.arange(1 << 40, (1 << 40) + 1_000_000)
     lengths = torch.zeros(len(keys), 2, dtype=torch.int64)
     lengths[0, 1] = million.numel()
-    out = model(torch.zeros(2, 4), serving.KeyedIds(keys, million, lengths), batch_of(1, 2)[2])
+    out = model(torch.zeros(2, 4), serving.KeyedIds(keys, million, lengths), random_batch(1, 2)[2])
     assert bool(out["scores"].isfinite().all())
     assert model.counters()["ebc.embedding_bags.user"]["unknown"] >= 1_000_000
 
 
 def test_bad_requests(served):
     model = serving.load(served[0])
-    dense, features, weighted = batch_of(5, 4)
+    dense, features, weighted = random_batch(5, 4)
     keys, values, lengths, _ = as_ids(features)
     ids = serving.KeyedIds
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_bad_requests(served):
 def test_different_numbers_of_samples(served):
     """Lengths of other strides, though they would fill [features, samples]."""
     model = serving.load(served[0])
-    dense, features, weighted = batch_of(5, 4)
+    dense, features, weighted = random_batch(5, 4)
     strides = [[3], [5], *[[4]] * (len(features.keys()) - 2)]
     ragged = KeyedJaggedTensor(
         features.keys(),
@@ -91,7 +91,7 @@ def test_different_numbers_of_samples(served):
 def test_integer_dtypes(dtype, served):
     """As in training, a uint64 id is the int64 with the same bits."""
     model = serving.load(served[0])
-    dense, features, weighted = batch_of(5, 4)
+    dense, features, weighted = random_batch(5, 4)
     ids = features.values()
     ids = ids.view(dtype) if dtype == torch.uint64 else (ids % 50).to(dtype)
     given = KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
@@ -106,7 +106,7 @@ def test_integer_dtypes(dtype, served):
 
 def test_arguments_by_name(served):
     model = serving.load(served[0])
-    dense, features, weighted = batch_of(5, 4)
+    dense, features, weighted = random_batch(5, 4)
     want = model(dense, features, weighted)
     for args, kwargs in (
         ((dense,), {"weighted": weighted, "features": features}),
@@ -121,7 +121,7 @@ def test_arguments_by_name(served):
 
 def test_dense_of_wrong_dtype_or_shape(served):
     model = serving.load(served[0])
-    dense, features, weighted = batch_of(5, 4)
+    dense, features, weighted = random_batch(5, 4)
     with pytest.raises(TypeError, match=r"args\[0\] is of dtype torch.float64, but must be"):
         model(dense.double(), features, weighted)
     with pytest.raises(ValueError, match=r"args\[0\] has shape \(4, 3\), but must have shape"):

@@ -75,10 +75,10 @@ def test_again(tmp_path):
     rows[:1000] += 1.0
     with TableBuilder(4, "int8", tmp_path, MEMORY) as builder:
         builder.add(ids[:1000], rows[:1000])
-        assert builder.again is None
+        assert builder.largest_if_void is None
         builder.add(ids[1000:1500], 100.0 * rows[1000:1500])
         builder.add(ids[1500:], 900.0 * rows[1500:])
-        largest = builder.again
+        largest = builder.largest_if_void
         assert largest == pytest.approx(900.0 * float(rows[1500:].abs().max()))
         with pytest.raises(ValueError, match="give all rows again"):
             builder.finish(tmp_path / "table")

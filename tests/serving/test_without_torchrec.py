@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.served import SEEDS, as_ids, batch_of
+from tests.support.served_models import SEEDS, as_ids, random_batch
 
 SUBPROCESS = """
 import sys
@@ -31,7 +31,7 @@ def test_without_torchrec(served, tmp_path):
     _, want = served
     batches = []
     for seed in SEEDS:
-        dense, features, weighted = batch_of(seed, 2 + seed)
+        dense, features, weighted = random_batch(seed, 2 + seed)
         batches.append((dense, as_ids(features), as_ids(weighted)))
     torch.save(batches, tmp_path / "batches")
     paths = [str(tmp_path / name) for name in ("model", "batches", "out")]

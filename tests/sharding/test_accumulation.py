@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 from torchrec_hkv import accumulate_gradients
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrec import EmbeddingBagConfig
 
 from tests.support.models import make_model, shard_model
-from tests.support.small import batch
+from tests.support.small_models import batch
 from torchrec_hkv import HKVOptions, ParameterConstraints
 from torchrec_hkv.hash_table import MinFrequency
 from torchrec_hkv.sharding import table_counters

@@ -14,7 +14,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.support.models import make_model, shard_model
-from tests.support.small import batch
+from tests.support.small_models import batch
 from torchrec_hkv import ParameterConstraints, TTOptions
 from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 

@@ -20,7 +20,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.support.models import plan_model
-from tests.support.stock_lacks import skip_what_stock_lacks
+from tests.support.stock_support import skip_unsupported_by_stock
 from torchrec_hkv import HKVOptions, ParameterConstraints, TTOptions, get_default_sharders
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 
@@ -190,7 +190,7 @@ def test_numbers_of_ranks(run_ranks, world_size):
 
 @pytest.mark.parametrize("kind", ["sum", "sequences"])
 def test_beside_hash_and_replicated_stock_tables(run_ranks, kind):
-    with skip_what_stock_lacks():
+    with skip_unsupported_by_stock():
         compare(run_ranks, 2, kind, "rowwise_adagrad", ("t", "h", "s", "u"))
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.backends import BACKENDS
-from tests.support.beside_stock import OPTIMIZERS, Scenario, train_beside_stock
 from tests.support.pairwise import pairwise
+from tests.support.stock_comparison import OPTIMIZERS, Scenario, train_with_stock
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ from tests.support.pairwise import pairwise
 )
 def test_equal_to_stock(run_ranks, backend, optimizer, pooling, sharding_type, world_size):
     scenario = Scenario(backend, sharding_type, pooling, optimizer, steps=20)
-    for outcome in run_ranks(world_size, train_beside_stock, scenario):
+    for outcome in run_ranks(world_size, train_with_stock, scenario):
         stock, ours = outcome.losses.unbind(1)
         torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
         assert stock[-1] != stock[0]

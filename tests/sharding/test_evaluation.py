@@ -9,7 +9,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from tests.support.backends import BACKENDS
 from tests.support.models import make_model, shard_model
-from tests.support.small import batch, outputs_and_train
+from tests.support.small_models import batch, outputs_and_train
 from torchrec_hkv import ParameterConstraints
 
 #: Whether the model is in training mode, and whether autograd is on.

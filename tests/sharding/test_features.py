@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 from torchrec_hkv.sharding.dists.features import check_row_numbers, prepare_features
 
 TABLES = [EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f", "g"])]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 
-from tests.support.beside_stock import Scenario, train_beside_stock
+from tests.support.stock_comparison import Scenario, train_with_stock
 
 pytestmark = pytest.mark.compat
 
@@ -17,7 +17,7 @@ def _trained(rank, world_size, device, is_divided):
     before = get_gradient_division()
     set_gradient_division(is_divided)
     try:
-        return train_beside_stock(rank, world_size, device, SCENARIO)
+        return train_with_stock(rank, world_size, device, SCENARIO)
     finally:
         set_gradient_division(before)
 

@@ -8,7 +8,7 @@ from torchrec import EmbeddingBagConfig
 
 from tests.support.backends import BACKENDS
 from tests.support.models import make_model, shard_model
-from tests.support.small import batch
+from tests.support.small_models import batch
 from torchrec_hkv import ParameterConstraints
 
 RATES = [0.4, 0.2, 0.1]

@@ -7,10 +7,10 @@ import torch
 from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_configs import DataType
 
-from tests.support.beside_stock import STEPS, Scenario, train_beside_stock
 from tests.support.models import local_tables, make_model, shard_model
 from tests.support.pairwise import pairwise
-from tests.support.stock_lacks import skip_what_stock_lacks
+from tests.support.stock_comparison import STEPS, Scenario, train_with_stock
+from tests.support.stock_support import skip_unsupported_by_stock
 from torchrec_hkv import ParameterConstraints
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -26,10 +26,10 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def test_fp16_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_type, optimizer):
     """Stock tables have fp16 rows; FBGEMM's CPU kernels don't train bf16 rows."""
     scenario = Scenario("hkv", sharding_type, pooling, optimizer, rows="fp16", stock_rows="fp16")
-    with skip_what_stock_lacks():
-        narrow = run_ranks(2, train_beside_stock, scenario)
+    with skip_unsupported_by_stock():
+        narrow = run_ranks(2, train_with_stock, scenario)
         scenario = Scenario("hkv", sharding_type, pooling, optimizer)
-        exact = run_ranks_once(2, train_beside_stock, scenario)
+        exact = run_ranks_once(2, train_with_stock, scenario)
     stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
     effect = (stock - full_stock).abs().max()
@@ -52,7 +52,7 @@ def test_near_rows_of_32_bits(run_ranks, pooling, rows):
     """The stock tables are float32 and start from the rounded rows."""
     scenario = Scenario("hkv", "row_wise", pooling, "sgd", rows=rows)
     step = {"fp16": 2.0**-11, "bf16": 2.0**-8}[rows]
-    for outcome in run_ranks(2, train_beside_stock, scenario):
+    for outcome in run_ranks(2, train_with_stock, scenario):
         stock_losses, our_losses = outcome.losses.unbind(1)
         torch.testing.assert_close(our_losses, stock_losses, rtol=STEPS * step, atol=STEPS * step)
         assert not torch.equal(our_losses, stock_losses)

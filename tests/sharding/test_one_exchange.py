@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchrec.distributed.dist_data import KJTAllToAll
 
 from tests.support.backends import BACKENDS
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 
 
 def _exchanges(rank: int, world_size: int, device: torch.device, backend: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 
 on_gpu = sys.argv[1] == "cuda"
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=10))

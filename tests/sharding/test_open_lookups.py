@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tests.support.checkpointed import features, make_tables, train
+from tests.support.checkpoint_models import features, make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.sharding.modules.open_lookups import collect_open_lookups
 from torchrec_hkv.sharding.state.names import named_collections

@@ -8,18 +8,18 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.support.beside_stock import STEPS, Scenario, train_beside_stock
 from tests.support.models import make_model, shard_model
-from tests.support.stock_lacks import skip_what_stock_lacks
+from tests.support.stock_comparison import STEPS, Scenario, train_with_stock
+from tests.support.stock_support import skip_unsupported_by_stock
 from torchrec_hkv import ParameterConstraints
 from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 
 
 def _close_to_stock(run_ranks, run_ranks_once, scenario, exact):
     """Differs from stock tables by rounding only; both differ from 32-bit outputs."""
-    with skip_what_stock_lacks():
-        narrow = run_ranks(2, train_beside_stock, scenario)
-        wide = run_ranks_once(2, train_beside_stock, exact)
+    with skip_unsupported_by_stock():
+        narrow = run_ranks(2, train_with_stock, scenario)
+        wide = run_ranks_once(2, train_with_stock, exact)
     stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in wide]).unbind(2)
     effect = (stock - full_stock).abs().max()

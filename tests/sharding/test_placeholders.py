@@ -7,7 +7,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.support.models import make_model, shard_model
-from tests.support.small import IDS, batch, make_small
+from tests.support.small_models import IDS, batch, make_small
 from torchrec_hkv import ParameterConstraints
 
 pytestmark = pytest.mark.compat

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from tests.support.models import shard_model
 from tests.support.scored_model import (
     DIM,
-    Case,
     Dictionary,
+    ScoredCase,
     constraints,
     draw,
     to_kjt,
@@ -125,14 +125,16 @@ CASES = [
 @pytest.mark.parametrize(("tables", "kind", "sharding_type"), CASES)
 def test_as_a_dictionary(run_ranks, tables, kind, sharding_type):
     # Column shards on one rank; a row of shards has two buckets.
-    run_ranks(2, _run, Case(tables, kind, sharding_type, 96 * (1 + (sharding_type == "row_wise"))))
+    run_ranks(
+        2, _run, ScoredCase(tables, kind, sharding_type, 96 * (1 + (sharding_type == "row_wise")))
+    )
 
 
 @pytest.mark.parametrize("kind", ["bags", "weighted", "sequences", "distinct"])
 def test_on_one_rank(run_ranks, kind):
-    run_ranks(1, _run, Case(ALL, kind, "row_wise", 96))
+    run_ranks(1, _run, ScoredCase(ALL, kind, "row_wise", 96))
 
 
 @pytest.mark.parametrize("sharding_type", ["table_row_wise", "grid_shard"])
 def test_on_hosts(run_ranks, sharding_type):
-    run_ranks(2, _run, Case(ALL, "bags", sharding_type, 96), host_size=1)
+    run_ranks(2, _run, ScoredCase(ALL, "bags", sharding_type, 96), host_size=1)

@@ -15,7 +15,7 @@ from torchrec.distributed.types import (
 )
 
 from tests.support.models import make_model, topology
-from tests.support.small import make_small
+from tests.support.small_models import make_small
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, get_default_sharders
 
 CPU = torch.device("cpu")

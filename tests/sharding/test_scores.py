@@ -14,8 +14,8 @@ from tests.support.models import make_model, shard_model
 from tests.support.scored_model import (
     BATCH,
     FEATURES,
-    Case,
     Dictionary,
+    ScoredCase,
     WithLoss,
     constraints,
     draw,
@@ -33,8 +33,8 @@ from torchrec_hkv.sharding import BackendEmbeddingBagCollectionSharder
 
 pytestmark = pytest.mark.compat
 
-BAGS = Case(("c", "w", "s"), "bags", "row_wise", 192)
-SEQUENCES = Case(("c", "w", "s"), "sequences", "row_wise", 192)
+BAGS = ScoredCase(("c", "w", "s"), "bags", "row_wise", 192)
+SEQUENCES = ScoredCase(("c", "w", "s"), "sequences", "row_wise", 192)
 
 
 def _score(entries):
@@ -72,7 +72,9 @@ def _evaluations(rank, world_size, device, case):
     assert held(model) == before
 
 
-@pytest.mark.parametrize("case", [BAGS, SEQUENCES, Case(("c", "w"), "weighted", "row_wise", 192)])
+@pytest.mark.parametrize(
+    "case", [BAGS, SEQUENCES, ScoredCase(("c", "w"), "weighted", "row_wise", 192)]
+)
 def test_evaluations_need_no_scores(run_ranks, case):
     run_ranks(2, _evaluations, case)
 
@@ -92,7 +94,7 @@ def _uneven(rank, world_size, device, case):
 
 
 # Over gloo TorchRec can't exchange row-wise rows of uneven batches.
-@pytest.mark.parametrize("case", [Case(("c", "w"), "bags", "table_wise", 96), SEQUENCES])
+@pytest.mark.parametrize("case", [ScoredCase(("c", "w"), "bags", "table_wise", 96), SEQUENCES])
 def test_ranks_with_fewer_samples(run_ranks, case):
     run_ranks(2, _uneven, case)
 
@@ -152,7 +154,7 @@ def test_batch_sizes_by_feature(run_ranks, sharding_type):
 
 def _groups(rank, world_size, device):
     """Tables are exchanged in several groups, with 16-bit wires."""
-    case = Case(("c", "w", "lru", "s"), "bags", "row_wise", 192)
+    case = ScoredCase(("c", "w", "lru", "s"), "bags", "row_wise", 192)
     sharder = BackendEmbeddingBagCollectionSharder(num_groups=3, wire_dtype={"w": "fp16"})
     model = shard_model(unsharded(case), constraints(case), world_size, device, [sharder])
     for key, tensor in model.state_dict().items():
@@ -217,7 +219,7 @@ def _pipeline(rank, world_size, device, make_pipeline, case):
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
 @pytest.mark.parametrize("pipeline", [TrainPipelineBase, TrainPipelineSparseDist])
 def test_pipelines(run_ranks, pipeline, kind):
-    run_ranks(2, _pipeline, pipeline, Case(("c", "w", "ef", "s"), kind, "row_wise", 192))
+    run_ranks(2, _pipeline, pipeline, ScoredCase(("c", "w", "ef", "s"), kind, "row_wise", 192))
 
 
 CUSTOM = {"eviction": "customized"}
@@ -297,7 +299,7 @@ def _refused(rank, world_size, device, case):
 
 
 @pytest.mark.parametrize(
-    "case", [BAGS, SEQUENCES, Case(("c", "w", "s"), "weighted", "table_wise", 96)]
+    "case", [BAGS, SEQUENCES, ScoredCase(("c", "w", "s"), "weighted", "table_wise", 96)]
 )
 def test_refused_batches(run_ranks, device_type, case):
     if device_type == "cuda":
@@ -309,7 +311,7 @@ def _no_epochs(rank, world_size, device):
     model = make(BAGS, world_size, device)
     with pytest.raises(ValueError, match="set_epoch needs a table with epochs"):
         set_epoch(model, 1)
-    with_epochs = make(Case(("ef", "s"), "bags", "row_wise", 192), world_size, device)
+    with_epochs = make(ScoredCase(("ef", "s"), "bags", "row_wise", 192), world_size, device)
     for epoch in (-1, 2**32, 1.5, True):
         with pytest.raises(ValueError, match=r"set_epoch: epoch is .*, but must be an integer"):
             set_epoch(with_epochs, epoch)

@@ -9,7 +9,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 from tests.support.backends import BACKENDS
 from tests.support.models import Model
-from tests.support.small import batch, make_small
+from tests.support.small_models import batch, make_small
 
 pytestmark = pytest.mark.compat
 

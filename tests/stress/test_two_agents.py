@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.hosts import Host, in_namespaces, on_loopback
+from tests.support.network_hosts import Host, in_namespaces, on_loopback
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "stress" / "two_agents.py"

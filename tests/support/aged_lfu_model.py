@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-MOST_HALF_LIFE = 2**42 - 1
+MAX_HALF_LIFE = 2**42 - 1
 BEND = 22544  # of 65536: .344
 
 
@@ -65,7 +65,7 @@ class AgedLFUModel:
 
     def half_life_of(self, c: float) -> int:
         """Returns the half-life for another c, in steps with 16 fractional bits."""
-        return int(min(c * self.unit, MOST_HALF_LIFE))
+        return int(min(c * self.unit, MAX_HALF_LIFE))
 
     def rank(self, count: int, touched: int) -> int:
         """Returns the rank of an entry. The entry with the lowest rank is evicted."""

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 
 
 def run_benchmark(

@@ -229,7 +229,7 @@ class Sequence(TrainedShards):
             return
         folders = [folder / shard_folder(KEY, index) for index in range(len(owners))]
         pairs = zip(self._trackers, folders, strict=True)
-        if all(tracker.see(its, True, None) for tracker, its in pairs):
+        if all(tracker.start_from(its, True, None) for tracker, its in pairs):
             last = Link.read(folder), digest_of(folder)
             Chain(self.root).clear()
             Chain(self.root).name_newest(*last)

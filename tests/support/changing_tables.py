@@ -25,10 +25,10 @@ from torchrec_hkv.hash_table.files.manifest import Manifest
 
 POLICIES = ("lru", "lfu", "adaptive", AgedLFU(0.5), "epoch_lru", "epoch_lfu", "customized")
 #: By id: slot, last step, score, and the bits of row and states.
-Held = dict[int, tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]
+TableContents = dict[int, tuple[int, int, int, tuple[int, ...], tuple[int, ...]]]
 
 
-def held(group: TableGroup, table: int) -> Held:
+def table_contents(group: TableGroup, table: int) -> TableContents:
     """Returns a table's whole contents by id."""
     state = group.export_table(table)
     slots = state.occupied.nonzero().flatten().cpu()
@@ -228,7 +228,7 @@ class Written:
         self.group, self.table, self._folder = group, table, folder
         self.tracker = ChangeTracker(group, table)
         self.folders: list[Path] = []
-        self.states: list[Held] = []
+        self.states: list[TableContents] = []
 
     def write(self) -> Manifest:
         """Writes the base or the next delta."""
@@ -237,7 +237,7 @@ class Written:
         sizes = {"batch_bytes": 4096, "shard_bytes": 2048}
         files.save(self.group, self.table, folder, tracker=self.tracker, **sizes)
         self.folders.append(folder)
-        self.states.append(held(self.group, self.table))
+        self.states.append(table_contents(self.group, self.table))
         return Manifest.read(folder)
 
     def layers(self, last: int) -> list[tuple[Path, Manifest]]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.support.checked_table import CheckedTable
-from tests.support.observed import Row, signed
 from tests.support.table_model import POLICIES, TAKES_SCORES
+from tests.support.table_observation import Row, signed
 from torchrec_hkv.hash_table import Entries, Evicted, TableGroup, TableSpec, Uniform
 
 SYMMETRIC = Uniform(-1, 1)

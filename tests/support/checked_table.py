@@ -13,8 +13,16 @@ from torch import Tensor
 
 from tests.support.admission_model import admission_model
 from tests.support.initial_value import initial_value
-from tests.support.observed import Row, Seen, as_rows, joined, observe, score_of, signed
 from tests.support.table_model import Insertion, TableModel, one_of_each
+from tests.support.table_observation import (
+    ObservedEntry,
+    Row,
+    as_rows,
+    joined,
+    observe,
+    score_of,
+    signed,
+)
 from torchrec_hkv.hash_table import (
     Admission,
     Constant,
@@ -159,7 +167,7 @@ class CheckedTable:
 
     def _after_insertion(
         self, ids: Sequence[int], scores: Sequence[int] | None, named: int | None = None
-    ) -> tuple[Insertion, dict[int, Seen]]:
+    ) -> tuple[Insertion, dict[int, ObservedEntry]]:
         after = observe(self.table)
         self._notice_growth()
         self.model.check_nothing_moved(after)
@@ -219,7 +227,11 @@ class CheckedTable:
     # -- insertions -------------------------------------------------------------------------------
 
     def _check_placed(
-        self, placed: list[bool], ids: Sequence[int], insertion: Insertion, after: dict[int, Seen]
+        self,
+        placed: list[bool],
+        ids: Sequence[int],
+        insertion: Insertion,
+        after: dict[int, ObservedEntry],
     ) -> None:
         assert placed == insertion.placed
         for id_, its in one_of_each(ids, placed).items():

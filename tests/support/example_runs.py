@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.forked import run_python, running
+from tests.support.processes import run_python, running
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHARED = ROOT.parent / "shared" / "data"

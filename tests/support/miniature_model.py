@@ -24,8 +24,8 @@ class MiniaturesModel:
     """
 
     def __init__(self, slots: int, first_c: float = 2.0) -> None:
-        least = 1 if slots < 1024 else 4
-        self.sets = min(max(slots // 2048, least), 64)
+        minimum = 1 if slots < 1024 else 4
+        self.sets = min(max(slots // 2048, minimum), 64)
         self.ways = min(slots, 64)
         size = self.sets * self.ways
         self.sampled = 2**32 if size >= slots else (size << 20) // slots << 12
@@ -48,10 +48,12 @@ class MiniaturesModel:
         self.lookups, self.hits = 0, [0] * len(CS)
         if self.evicted < self.sets * self.ways:
             return
-        least = max(self.recent) * (100 - TOLERATED_PERCENT)
-        self.c = max(c for c, its in zip(CS, self.recent, strict=True) if its * 100 >= least)
+        minimum = max(self.recent) * (100 - TOLERATED_PERCENT)
+        self.c = max(c for c, its in zip(CS, self.recent, strict=True) if its * 100 >= minimum)
 
-    def see(self, ids: Sequence[int], given: Sequence[int], now: int, aged: AgedLFUModel) -> None:
+    def update(
+        self, ids: Sequence[int], given: Sequence[int], now: int, aged: AgedLFUModel
+    ) -> None:
         """Processes a call with these ids and counts, after its half-life was set."""
         of_set: dict[int, list[tuple[int, int]]] = {}
         for id_, count in zip(ids, given, strict=True):
@@ -65,9 +67,9 @@ class MiniaturesModel:
             for k, c in enumerate(CS):
                 ranks = AgedLFUModel(c)
                 ranks.half_life = aged.half_life_of(c)
-                self._see(k, self.entries[k][set_], its, now, ranks)
+                self._update(k, self.entries[k][set_], its, now, ranks)
 
-    def _see(
+    def _update(
         self, k: int, held: Set, its: Sequence[tuple[int, int]], now: int, ranks: AgedLFUModel
     ) -> None:
         missing: Counter[int] = Counter()

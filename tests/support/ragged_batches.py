@@ -8,7 +8,7 @@ import torch
 from tests.support.batches import rate
 
 
-class Batch:
+class RaggedBatch:
     """Bags of 0 to 4 ids, drawn from a small pool so that ids repeat."""
 
     def __init__(self, bags, pool, device):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
-from tests.support.observed import Row
 from tests.support.table_model import TAKES_SCORES
+from tests.support.table_observation import Row
 from torchrec_hkv.hash_table import EvictionPolicy
 
 CALLS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 
-import tests.support.checkpointed
+import tests.support.checkpoint_models
 import torchrec_hkv.checkpoint
 import torchrec_hkv.planner
 import torchrec_hkv.serving

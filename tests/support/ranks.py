@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.forked import fork_context
+from tests.support.processes import fork_context
 
 # Number of newly imported modules after which objects are frozen again.
 _NEW_MODULES = 50

@@ -12,7 +12,7 @@ Row = tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class ReplicaEntry:
     """A table's entry of an id. ``score`` is the policy's score, without a sign for epochs."""
 
     row: Row
@@ -22,7 +22,7 @@ class Kept:
 
 
 #: A replica by id.
-Replica = dict[int, Kept]
+Replica = dict[int, ReplicaEntry]
 
 
 class ReplicaModel:
@@ -80,7 +80,7 @@ class ReplicaModel:
             row, state = mean[:dim], mean[dim:]
             if self.own_step is not None:
                 state[self.own_step] = max(now[r][id_].state[self.own_step] for r in holders)
-            result[id_] = Kept(
+            result[id_] = ReplicaEntry(
                 tuple(row),
                 tuple(state),
                 max(now[r][id_].step for r in holders),

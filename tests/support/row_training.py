@@ -83,7 +83,7 @@ class DenseReference:
         return torch.cat([self.rows[:, :0], *self._tensors().values()], dim=1)
 
 
-class OneByOne:
+class RowByRowReference:
     """A :class:`DenseReference` for each row, which steps only if the row is touched."""
 
     def __init__(self, make: Callable[[], DenseReference]) -> None:
@@ -113,7 +113,7 @@ class OneByOne:
 
 
 @dataclasses.dataclass
-class Trained:
+class TrainedGroup:
     """Results by id, in the order of the reference's rows.
 
     Attributes:
@@ -149,7 +149,7 @@ def read_rows(group: TableGroup, names: Tensor) -> tuple[Tensor, Tensor]:
     return rows.double().cpu(), state.states[slots].double().cpu()
 
 
-def train_beside(
+def train_with_reference(
     optimizer: Optimizer,
     reference: Reference,
     device: str,
@@ -159,7 +159,7 @@ def train_beside(
     steps: int = STEPS,
     rate_changes: bool = True,
     prepare: Callable[[Tensor], Tensor] = lambda grads: grads,
-) -> Trained:
+) -> TrainedGroup:
     """Trains both, by default with a learning rate that changes in every step.
 
     Args:
@@ -193,10 +193,10 @@ def train_beside(
         summed.index_add_(0, rows.ids, grad.double()[bag_of])
         touched = torch.zeros(len(names), dtype=torch.bool).index_fill_(0, rows.ids, True)
         reference.update(prepare(summed), touched, rate)
-    return Trained(group, *read_rows(group, names))
+    return TrainedGroup(group, *read_rows(group, names))
 
 
-def assert_equal_to(reference: Reference, trained: Trained) -> None:
+def assert_equal_to(reference: Reference, trained: TrainedGroup) -> None:
     """Compares rows and states to 1e-6, and checks for zeros in the states' padding."""
     torch.testing.assert_close(trained.rows, reference.rows, rtol=1e-6, atol=1e-6)
     expected = reference.states()

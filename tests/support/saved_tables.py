@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.support.initial_value import mix64
-from tests.support.observed import score_of
 from tests.support.table_model import TAKES_SCORES
+from tests.support.table_observation import score_of
 from tests.support.tables import distinct_ids, make, random_rows
 from torchrec_hkv.hash_table import HashTable
 

@@ -51,7 +51,7 @@ NUM_IDS = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ScoredCase:
     """A test case.
 
     Attributes:
@@ -86,7 +86,7 @@ def total(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     return sum(part.sum() for part in rows.values())
 
 
-class Model(nn.Module):
+class ScoredModel(nn.Module):
     """A collection under the name ``over``."""
 
     def __init__(self, collection: nn.Module) -> None:
@@ -101,7 +101,7 @@ class Model(nn.Module):
 class WithLoss(nn.Module):
     """The model with a loss, for pipelines."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ScoredModel) -> None:
         super().__init__()
         self.model = model
 
@@ -111,7 +111,7 @@ class WithLoss(nn.Module):
         return loss, loss
 
 
-def unsharded(case: Case) -> Model:
+def unsharded(case: ScoredCase) -> ScoredModel:
     """Creates the model on the meta device."""
     config = EmbeddingBagConfig if case.are_bags else EmbeddingConfig
     tables = [
@@ -130,10 +130,10 @@ def unsharded(case: Case) -> Model:
         else EmbeddingCollection(tables=tables, device=meta)
     )
     apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": RATE})
-    return Model(collection)
+    return ScoredModel(collection)
 
 
-def constraints(case: Case) -> dict[str, ParameterConstraints]:
+def constraints(case: ScoredCase) -> dict[str, ParameterConstraints]:
     """Returns the constraints of each table."""
     return {
         name: ParameterConstraints(
@@ -155,7 +155,7 @@ class Feature:
     bags: list[list[tuple[int, float, int]]]
 
 
-def draw(case: Case, rank: int, step: int) -> dict[str, Feature]:
+def draw(case: ScoredCase, rank: int, step: int) -> dict[str, Feature]:
     """Draws the batch of a rank."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     narrow = case.kind == "weighted"
@@ -174,7 +174,9 @@ def draw(case: Case, rank: int, step: int) -> dict[str, Feature]:
     return found
 
 
-def to_kjt(case: Case, features: dict[str, Feature], device: torch.device) -> KeyedJaggedTensor:
+def to_kjt(
+    case: ScoredCase, features: dict[str, Feature], device: torch.device
+) -> KeyedJaggedTensor:
     """Converts a batch; features of scores are between other features."""
     keys, values, lengths, weights = [], [], [], []
     for key, feature in features.items():
@@ -200,7 +202,7 @@ def score_of_weight(weight: float) -> int:
     return bits if bits >= 0 else -(bits & 0x7FFFFFFF) - 1
 
 
-class Shard:
+class ModelShard:
     """One rank's part of a table.
 
     Attributes:
@@ -260,14 +262,14 @@ class Shard:
 class Dictionary:
     """All shards of all backend tables."""
 
-    def __init__(self, case: Case, world_size: int) -> None:
+    def __init__(self, case: ScoredCase, world_size: int) -> None:
         self.case, self.world_size = case, world_size
         self.by_rows = case.sharding_type in ("row_wise", "table_row_wise", "grid_shard")
         names = [name for name in case.tables if name != "s"]
         parts = world_size if case.sharding_type == "row_wise" else 1
         self.parts = parts
         self.shards = {
-            name: [Shard(name, case.rows // parts) for _ in range(parts)] for name in names
+            name: [ModelShard(name, case.rows // parts) for _ in range(parts)] for name in names
         }
         self.step = 0
 

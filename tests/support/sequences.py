@@ -12,7 +12,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.support.beside_stock import (
+from tests.support.models import shard_model
+from tests.support.stock_comparison import (
     BATCH,
     CAPACITY,
     IDS,
@@ -25,7 +26,6 @@ from tests.support.beside_stock import (
     raw_ids,
     variable_sizes,
 )
-from tests.support.models import shard_model
 from torchrec_hkv import ParameterConstraints
 from torchrec_hkv.sharding import BackendEmbeddingCollectionSharder
 

@@ -11,7 +11,7 @@ from torchrec_hkv.serving.table_file import place_layer
 
 LEVELS = {"int8": 255, "int4": 15}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_MOST = torch.finfo(torch.float16).max
+_MAX = torch.finfo(torch.float16).max
 
 
 def converted(rows: Tensor, row_format: str, unit: float) -> Tensor:
@@ -28,7 +28,7 @@ def _quantised(rows: Tensor, row_format: str, unit: float) -> tuple[Tensor, Tens
     levels = LEVELS[row_format]
     units = rows / unit
     low, high = units.aminmax(dim=1, keepdim=True)
-    offset = low.half().clamp(-_MOST, _MOST)
+    offset = low.half().clamp(-_MAX, _MAX)
     wanted = (high - offset.float()) / levels
     scale = wanted.half()
     next_up = (scale.view(torch.int16) + 1).view(torch.float16)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tests.support.admission_model import EveryId
 from tests.support.aged_lfu_model import AgedLFUModel
 from tests.support.geometry import geometry
-from tests.support.observed import Row, Seen
+from tests.support.table_observation import ObservedEntry, Row
 from torchrec_hkv.hash_table import AgedLFU, EvictionPolicy
 
 AGED = (AgedLFU(0.0), AgedLFU(0.7), AgedLFU(math.inf))
@@ -178,7 +178,7 @@ class TableModel:
         self,
         ids: Sequence[int],
         given: Sequence[int] | None,
-        after: dict[int, Seen],
+        after: dict[int, ObservedEntry],
         slots: int | None = None,
         named: int | None = None,
     ) -> Insertion:
@@ -220,7 +220,7 @@ class TableModel:
         given: Sequence[int],
         missing: Iterable[int],
         placed: list[bool],
-        after: dict[int, Seen],
+        after: dict[int, ObservedEntry],
     ) -> None:
         # Candidates don't change during the call, because touched entries stay. Among equal
         # candidates, the real table may choose any.
@@ -254,7 +254,7 @@ class TableModel:
         missing: Iterable[int],
         placed: list[bool],
         evicted: dict[int, Entry],
-        after: dict[int, Seen],
+        after: dict[int, ObservedEntry],
     ) -> None:
         """Reads new and evicted ids from the real table, and checks that they are allowed."""
         scores: dict[int, list[int]] = {}
@@ -304,7 +304,7 @@ class TableModel:
         return Entry(self.initial_row(id_), score, self.calls)
 
     def _take_one_score(
-        self, ids: Sequence[int], given: Sequence[int], after: dict[int, Seen]
+        self, ids: Sequence[int], given: Sequence[int], after: dict[int, ObservedEntry]
     ) -> None:
         """Accepts any of several customized scores for one id."""
         if self.policy != "customized":
@@ -318,7 +318,7 @@ class TableModel:
                 self.entries[id_] = dataclasses.replace(self.entries[id_], score=after[id_].score)
 
     def touch(
-        self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, Seen]
+        self, ids: Sequence[int], given: Sequence[int] | None, after: dict[int, ObservedEntry]
     ) -> None:
         """Updates scores for a call that only changes existing entries; it must have begun."""
         given = [1] * len(ids) if given is None else given
@@ -328,7 +328,7 @@ class TableModel:
         self._take_one_score(ids, given, after)
 
     def set_rows(
-        self, ids: Sequence[int], rows: Sequence[Row], after: dict[int, Seen], last: bool
+        self, ids: Sequence[int], rows: Sequence[Row], after: dict[int, ObservedEntry], last: bool
     ) -> None:
         """Sets rows of existing ids: the last given row, or any of them."""
         for id_, given in one_of_each(ids, rows).items():
@@ -375,7 +375,7 @@ class TableModel:
 
     # -- the comparison ---------------------------------------------------------------------------
 
-    def check(self, after: dict[int, Seen]) -> None:
+    def check(self, after: dict[int, ObservedEntry]) -> None:
         """Checks that the real table equals the model, and that no entry has moved."""
         assert after.keys() == self.entries.keys()
         for id_, seen in after.items():
@@ -393,7 +393,7 @@ class TableModel:
         """Forgets slots after the real table has grown, which changes them."""
         self.slots, self.buckets = {}, {}
 
-    def check_nothing_moved(self, after: dict[int, Seen]) -> None:
+    def check_nothing_moved(self, after: dict[int, ObservedEntry]) -> None:
         """Checks that ids which stay in the table keep their slots."""
         for id_, slot in self.slots.items():
             assert id_ not in after or after[id_].slot == slot, f"id {id_} has moved"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.batches import random_ids
-from tests.support.observed import joined, score_of, signed
+from tests.support.table_observation import joined, score_of, signed
 from torchrec_hkv.hash_table import HashTable, Uniform, initial_rows
 
 

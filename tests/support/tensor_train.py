@@ -222,7 +222,7 @@ def shapes(draw, dim: int | None = None) -> TTShape:
     p = list(factor_rows(rows, cores))
     p[draw(st.integers(0, cores - 1))] += draw(st.integers(0, 2))
     q = draw(st.permutations(factor_dim(dim, cores)))
-    ranks = [draw(st.integers(1, min(most, 11))) for most in max_ranks(p, q)]
+    ranks = [draw(st.integers(1, min(maximum, 11))) for maximum in max_ranks(p, q)]
     return TTShape(rows, dim, tuple(p), tuple(q), tuple(ranks))
 
 
@@ -234,7 +234,7 @@ def even_bags(shapes: Sequence[TTShape], batch_size: int = 40, length: int = 5) 
     return Bags(all_ids, offsets, torch.randn(all_ids.numel()), batch_size).to("cuda")
 
 
-class Trained:
+class TrainedCores:
     """Cores of a group on a GPU, with their optimizer."""
 
     def __init__(self, group: TTGroup, cores: list[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ _REDUCTIONS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-class _Room:
+class _Exchange:
     """State that the replicas share."""
 
     def __init__(self, size: int) -> None:
@@ -36,7 +36,7 @@ class _Room:
         with self._lock:
             return self._messages.setdefault((rank, number), queue.Queue())
 
-    def meet(self, rank: int, tensor: Tensor) -> list[Tensor]:
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.given[rank] = tensor.clone()
         self.barrier.wait()
         parts = list(self.given)
@@ -74,30 +74,30 @@ class ThreadWire(Wire):
         swaps: whether two replicas send messages to each other instead of using collective calls.
     """
 
-    def __init__(self, rank: int, size: int, room: _Room, swaps: bool = True) -> None:
-        self.rank, self.size, self._room = rank, size, room
+    def __init__(self, rank: int, size: int, exchange: _Exchange, swaps: bool = True) -> None:
+        self.rank, self.size, self._exchange = rank, size, exchange
         self.sent_bytes, self._swaps = 0, swaps
 
     @classmethod
     def make(cls, size: int, swaps: bool = True) -> list[ThreadWire]:
         """Creates one wire per replica."""
-        room = _Room(size)
-        return [cls(rank, size, room, swaps) for rank in range(size)]
+        exchange = _Exchange(size)
+        return [cls(rank, size, exchange, swaps) for rank in range(size)]
 
     def swaps(self, device: torch.device) -> bool:
         return self._swaps and super().swaps(device)
 
     def _send(self, tensor: Tensor, number: int) -> _Departure:
-        return _Departure(self._room.messages(1 - self.rank, number), tensor)
+        return _Departure(self._exchange.messages(1 - self.rank, number), tensor)
 
     def _receive(self, tensor: Tensor, number: int) -> _Arrival:
-        return _Arrival(self._room.messages(self.rank, number), tensor)
+        return _Arrival(self._exchange.messages(self.rank, number), tensor)
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        tensor.copy_(_REDUCTIONS[op](self._room.meet(self.rank, tensor)))
+        tensor.copy_(_REDUCTIONS[op](self._exchange.exchange(self.rank, tensor)))
 
     def _all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        for part, its in zip(parts, self._room.meet(self.rank, tensor), strict=True):
+        for part, its in zip(parts, self._exchange.exchange(self.rank, tensor), strict=True):
             part.copy_(its)
 
 

@@ -77,7 +77,7 @@ class TrainedShards:
             # The id may have expired, and returned as a new id.
             if old is not None and self._expire is not None and step - old[2] > self._expire:
                 self.model[id_] = fresh if now[id_] == fresh else self.model[id_]
-        self._let_go(now, set(ids))
+        self._discard(now, set(ids))
         came = left = 0
         for group, old in zip(self.shards.groups, before, strict=True):
             new, slots = group.counters()[0], group.full_slots(0)
@@ -93,7 +93,7 @@ class TrainedShards:
         count = entry[3] + (self._eviction == "lfu")
         return (row - RATE * velocity).tobytes(), velocity.tobytes(), step, count
 
-    def _let_go(self, now: State, keep: set[int]) -> None:
+    def _discard(self, now: State, keep: set[int]) -> None:
         """Removes the ids that left the table; looked-up ids must not be among them."""
         for id_ in [id_ for id_ in self.model if id_ not in now]:
             assert id_ not in keep

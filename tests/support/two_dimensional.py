@@ -81,7 +81,7 @@ def random_batch(rank: int, step: int, ids: int = 60, seed: int = 0) -> KeyedJag
     return KeyedJaggedTensor(keys=list(KERNELS), values=torch.cat(values), lengths=lengths.int())
 
 
-def held(model: Any) -> dict[str, dict[int, dict[str, list[float]]]]:
+def model_contents(model: Any) -> dict[str, dict[int, dict[str, list[float]]]]:
     """Returns ids, rows, states, scores and last steps of this rank's hash tables, by the key of a
     shard."""
     found = {}

@@ -21,8 +21,8 @@ def test_captured_step_does_what_an_eager_one_does(name, batch_size):
     shapes = GROUPS[name]
     group = TTGroup(shapes, optimizer=Adam(eps=0.1))
     cores = [core for shape in shapes for core in tt.random_cores(shape, "cuda")]
-    captured = tt.Trained(group, cores)
-    eager = tt.Trained(group, [core.clone() for core in cores])
+    captured = tt.TrainedCores(group, cores)
+    eager = tt.TrainedCores(group, [core.clone() for core in cores])
     static = tt.even_bags(shapes, batch_size)
     grad = torch.randn(batch_size, group.total_dim, device="cuda")
     side = torch.cuda.Stream()

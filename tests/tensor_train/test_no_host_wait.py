@@ -21,7 +21,7 @@ def test_warm_steps_do_not_wait(name, batch_size):
     shapes = GROUPS[name]
     group = TTGroup(shapes, optimizer=SGD())
     cores = [core for shape in shapes for core in tt.random_cores(shape, "cuda")]
-    trained = tt.Trained(group, cores)
+    trained = tt.TrainedCores(group, cores)
     leaves = [core.clone().requires_grad_() for core in cores]
     batches = [tt.even_bags(shapes, batch_size) for _ in range(3)]
     grad = torch.randn(batch_size, group.total_dim, device="cuda")

@@ -67,8 +67,8 @@ def test_sizes_of_the_reference_table():
 @given(st.integers(100, 10**9), st.integers(4, 256), st.integers(2, 4), st.floats(1.0, 1e4))
 def test_ranks_by_ratio_are_the_largest(rows, dim, cores, ratio):
     p, q = factor_rows(rows, cores), factor_dim(dim, cores)
-    least = make_shape(rows, dim, num_cores=cores, ranks=1)
-    if least.num_elements > int(rows * dim / ratio):
+    minimum = make_shape(rows, dim, num_cores=cores, ranks=1)
+    if minimum.num_elements > int(rows * dim / ratio):
         with pytest.raises(ValueError, match="at rank 1"):
             make_shape(rows, dim, num_cores=cores, compression_ratio=ratio)
         return

@@ -26,7 +26,7 @@ _FILL = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class CalibrationBatch:
     """The shape of a batch.
 
     Attributes:
@@ -39,7 +39,7 @@ class Batch:
     ids_per_bag: int
     skew: float = 1.0
 
-    def draw(self, rows: int, device: torch.device) -> Tensor:
+    def draw_ids(self, rows: int, device: torch.device) -> Tensor:
         """Draws ids from ``[0, rows)``, int64 ``[bags * ids_per_bag]``."""
         count = self.bags * self.ids_per_bag
         unit = torch.rand(count, dtype=torch.float64, device=device)
@@ -67,7 +67,7 @@ class CalibrationCase:
     capacity: int
     dim: int
     optimizer: OptimizerSpec
-    batches: tuple[Batch, ...]
+    batches: tuple[CalibrationBatch, ...]
     size: float
     tables: int = 1
 
@@ -91,21 +91,21 @@ def rows_in(size: int, dim: int, optimizer: str) -> int:
     return round(size / (4 * (dim + (1 if optimizer == "rowwise_adagrad" else dim))))
 
 
-def row_batches(device_type: str) -> tuple[Batch, ...]:
+def row_batches(device_type: str) -> tuple[CalibrationBatch, ...]:
     """Shapes of the timed batches: few and many ids, short and long bags, skewed ids."""
-    most = 8192 if device_type == "cpu" else 65536
+    maximum = 8192 if device_type == "cpu" else 65536
     return (
-        Batch(1024, 1),
-        Batch(most, 1),
-        Batch(most // 8, 16),
-        Batch(most, 8),
-        Batch(most, 8, skew=4.0),
-        Batch(most // 8, 16, skew=8.0),
+        CalibrationBatch(1024, 1),
+        CalibrationBatch(maximum, 1),
+        CalibrationBatch(maximum // 8, 16),
+        CalibrationBatch(maximum, 8),
+        CalibrationBatch(maximum, 8, skew=4.0),
+        CalibrationBatch(maximum // 8, 16, skew=8.0),
     )
 
 
-def timed(
-    step: Step, batch: Batch, rows: int, device: torch.device, tables: int = 1
+def time_steps(
+    step: Step, batch: CalibrationBatch, rows: int, device: torch.device, tables: int = 1
 ) -> tuple[StepTime, Workload]:
     """Times steps on new random batches.
 
@@ -126,7 +126,7 @@ def timed(
     """
     forward, backward, distinct = [], [], []
     for turn in range(_WARM + _STEPS):
-        drawn = [batch.draw(rows, device) for _ in range(tables)]
+        drawn = [batch.draw_ids(rows, device) for _ in range(tables)]
         ids = torch.cat(drawn)
         offsets = torch.arange(tables * batch.bags + 1, device=device) * batch.ids_per_bag
         clock = _clock(device)
@@ -134,10 +134,10 @@ def timed(
         output = step(ids, offsets, batch.bags)
         next(clock)
         output.backward(torch.ones_like(output))
-        took = next(clock)
+        seconds = next(clock)
         if turn >= _WARM:
-            forward.append(took.forward)
-            backward.append(took.backward)
+            forward.append(seconds.forward)
+            backward.append(seconds.backward)
             distinct.append(statistics.mean(own.unique().numel() for own in drawn))
     load = Workload(
         ids=batch.bags * batch.ids_per_bag, distinct=statistics.mean(distinct), bags=batch.bags
@@ -170,7 +170,7 @@ def _clock(device: torch.device) -> Iterator[StepTime]:
     yield StepTime(events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2]))
 
 
-def calibrated(
+def calibrate(
     backend: Backend,
     cases: Sequence[CalibrationCase],
     device: torch.device,
@@ -219,7 +219,7 @@ def _samples(backend: Backend, case: CalibrationCase, device: torch.device) -> l
         _fill(step, case, device)
     samples = []
     for batch in case.batches:
-        time_taken, load = timed(step, batch, case.rows, device, case.tables)
+        time_taken, load = time_steps(step, batch, case.rows, device, case.tables)
         if case.rows > case.capacity:
             load = dataclasses.replace(load, frequencies=IdFrequencies(((case.rows, 1.0),)))
         work: Work = backend.work(shards[0], case.optimizer, load, device.type)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchrec_hkv.backends.workload import NO_TIME, StepTime, Work
-from torchrec_hkv.json_schema import Fields, Items, Map, Number, Place, Text
+from torchrec_hkv.json_schema import Fields, Items, JsonPlace, Map, Number, Text
 
 #: Name of the constant time of a group: kernel launches, and the host's work on a CPU.
 FIXED = "fixed"
@@ -97,10 +97,10 @@ class Constants:
         Raises:
             ValueError: the content is not a result of :meth:`to_json`.
         """
-        return CONSTANTS.read(content, Place("The content"))
+        return CONSTANTS.read(content, JsonPlace("The content"))
 
     @classmethod
-    def _of(cls, fits: Sequence[Fit], place: Place) -> Constants:
+    def _of(cls, fits: Sequence[Fit], place: JsonPlace) -> Constants:
         if not fits:
             raise place.refuse([], "a list of one fit at least")
         return cls(tuple(sorted(fits, key=lambda fit: fit.table_bytes)))
@@ -115,7 +115,7 @@ class _Constants(Items):
             Fields({"table_bytes": Number(1), "forward": costs, "backward": costs}, Fit)
         )
 
-    def read(self, value: object, place: Place) -> Constants:
+    def read(self, value: object, place: JsonPlace) -> Constants:
         return Constants._of(super().read(value, place), place)
 
 
@@ -133,19 +133,23 @@ def fit_constants(samples: Sequence[TimedStep]) -> Constants:
     sizes = sorted({sample.table_bytes for sample in samples})
     fits: list[Fit] = []
     for size in sizes:
-        own = [sample for sample in samples if sample.table_bytes == size]
+        of_size = [sample for sample in samples if sample.table_bytes == size]
         fixed = (fits[0].forward[FIXED], fits[0].backward[FIXED]) if fits else (None, None)
         fits.append(
             Fit(
                 size,
-                fitted([s.work.forward for s in own], [s.time.forward for s in own], fixed[0]),
-                fitted([s.work.backward for s in own], [s.time.backward for s in own], fixed[1]),
+                fit_works(
+                    [s.work.forward for s in of_size], [s.time.forward for s in of_size], fixed[0]
+                ),
+                fit_works(
+                    [s.work.backward for s in of_size], [s.time.backward for s in of_size], fixed[1]
+                ),
             )
         )
     return Constants(tuple(fits))
 
 
-def fitted(
+def fit_works(
     works: Sequence[Mapping[str, float]], times: Sequence[float], fixed: float | None = None
 ) -> dict[str, float]:
     """Least squares of the relative errors, with constants of at least 0.
@@ -175,21 +179,21 @@ def fitted(
     return constants if fixed is None else {**constants, FIXED: fixed}
 
 
-def _nonnegative(columns: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _nonnegative(columns: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Least squares solution without negative values (active set method): constants enter one by
     one, the most useful first. Constants that would become negative leave again."""
     count = columns.shape[1]
     solution = torch.zeros(count, dtype=columns.dtype)
     free = torch.zeros(count, dtype=torch.bool)
     for _ in range(3 * count):
-        use = columns.T @ (wanted - columns @ solution)
+        use = columns.T @ (targets - columns @ solution)
         use[free] = -math.inf
         if float(use.max()) <= 1e-10:
             break
         free[int(use.argmax())] = True
         while free.any():
             found = torch.zeros_like(solution)
-            of_free = torch.linalg.lstsq(columns[:, free], wanted[:, None], driver="gelsd")
+            of_free = torch.linalg.lstsq(columns[:, free], targets[:, None], driver="gelsd")
             found[free] = of_free.solution[:, 0]
             below = free & (found <= 0)
             if not below.any():

@@ -26,7 +26,7 @@ def register(backend: Backend) -> None:
     Raises:
         ValueError: a backend or a compute kernel of TorchRec already has this name.
     """
-    _add_own()
+    _register_built_in()
     _add(backend)
 
 
@@ -49,7 +49,7 @@ def get(name: str) -> Backend:
     Raises:
         ValueError: no backend has this name.
     """
-    _add_own()
+    _register_built_in()
     if name not in _BACKENDS:
         raise ValueError(f"No backend is named {name!r}: registered are {names()}.")
     return _BACKENDS[name]
@@ -57,12 +57,12 @@ def get(name: str) -> Backend:
 
 def names() -> list[str]:
     """The names of the registered backends, sorted."""
-    _add_own()
+    _register_built_in()
     return sorted(_BACKENDS)
 
 
 @functools.cache
-def _add_own() -> None:
+def _register_built_in() -> None:
     """Registers the backends of this package, once. It runs at first use, not at import, because
     their modules import this one."""
     for module_name, class_name in _OWN:

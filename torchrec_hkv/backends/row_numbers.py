@@ -20,9 +20,9 @@ def put_row_numbers(
         first_column: number of the shard's first column.
     """
     for numbers, rows in batches:
-        mine = (numbers >= first_row) & (numbers < first_row + weight.shape[0])
-        at = (numbers[mine] - first_row).to(weight.device)
-        part = rows[mine][:, first_column : first_column + weight.shape[1]]
+        in_shard = (numbers >= first_row) & (numbers < first_row + weight.shape[0])
+        at = (numbers[in_shard] - first_row).to(weight.device)
+        part = rows[in_shard][:, first_column : first_column + weight.shape[1]]
         weight[at] = part.to(weight)
 
 

@@ -115,7 +115,7 @@ class FileOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class LoadCounts:
     """How many entries a load read, and how many of them it dropped.
 
     Attributes:
@@ -126,8 +126,8 @@ class Placed:
     entries: int = 0
     lost: int = 0
 
-    def __add__(self, other: Placed) -> Placed:
-        return Placed(self.entries + other.entries, self.lost + other.lost)
+    def __add__(self, other: LoadCounts) -> LoadCounts:
+        return LoadCounts(self.entries + other.entries, self.lost + other.lost)
 
 
 class TablesLoad(abc.ABC):
@@ -149,7 +149,7 @@ class TablesLoad(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def run(self) -> Mapping[str, Placed]:
+    def run(self) -> Mapping[str, LoadCounts]:
         """Loads the tables.
 
         Returns:

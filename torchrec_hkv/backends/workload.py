@@ -150,10 +150,10 @@ class IdFrequencies:
         at = bisect.bisect_right(ids, rows)
         if at == len(ids):
             return 1.0
-        held = (lookups[at - 1] if at else 0.0) + (rows - (ids[at - 1] if at else 0)) * (
+        covered = (lookups[at - 1] if at else 0.0) + (rows - (ids[at - 1] if at else 0)) * (
             self.histogram[at][1]
         )
-        return held / self.lookups
+        return covered / self.lookups
 
     @functools.cached_property
     def _sums(self) -> tuple[list[int], list[float]]:
@@ -247,8 +247,8 @@ class Work:
     def times(self, count: int) -> Work:
         """The work of ``count`` such tables."""
         return Work(
-            {name: count * own for name, own in self.forward.items()},
-            {name: count * own for name, own in self.backward.items()},
+            {name: count * amount for name, amount in self.forward.items()},
+            {name: count * amount for name, amount in self.backward.items()},
         )
 
 

@@ -49,9 +49,9 @@ def agreed(arguments: Callable[[], Mapping[str, Any]]) -> None:
             raise the same error.
     """
     first, *others = on_every_rank(lambda: dict(arguments()))
-    for rank, theirs in enumerate(others, start=1):
+    for rank, rank_value in enumerate(others, start=1):
         for what, value in first.items():
-            other = theirs[what]
+            other = rank_value[what]
             is_same = value.is_same(other) if isinstance(value, Folder) else value == other
             if not is_same:
                 raise ValueError(

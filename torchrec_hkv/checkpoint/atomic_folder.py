@@ -47,7 +47,7 @@ class AtomicFolder:
         """Removes what a killed save left, and creates the folder to save to.
 
         Returns:
-            A token for :meth:`check_seen` and :meth:`remove_token`.
+            A token for :meth:`check_visible` and :meth:`remove_token`.
 
         Raises:
             ValueError: the path holds something other than a checkpoint, or a folder beside it
@@ -59,7 +59,7 @@ class AtomicFolder:
                 "doesn't exist, or an earlier checkpoint."
             )
         for left in (self.saving, self.previous):
-            _check_ours(left)
+            _check_only_saved(left)
         if self.saving.exists():
             shutil.rmtree(self.saving)
         self.saving.mkdir(parents=True)
@@ -67,7 +67,7 @@ class AtomicFolder:
         (self.saving / token).touch()
         return token
 
-    def check_seen(self, token: str) -> None:
+    def check_visible(self, token: str) -> None:
         """Checks that this rank sees the folder that rank 0 has created.
 
         Raises:
@@ -83,13 +83,13 @@ class AtomicFolder:
         """Removes the token. Call it when all ranks have seen the folder."""
         (self.saving / token).unlink()
 
-    def check_ours(self) -> None:
+    def check_only_saved(self) -> None:
         """Checks that the folder to save to holds only what a save writes.
 
         Raises:
             ValueError: it is a link or a file, or holds something else.
         """
-        _check_ours(self.saving)
+        _check_only_saved(self.saving)
 
     def discard(self) -> None:
         """Removes what a failed save has written. Complete checkpoints stay."""
@@ -122,28 +122,28 @@ class AtomicFolder:
         raise ValueError(f"There is no checkpoint at {self.path}: name a folder that save wrote.")
 
 
-def _check_ours(left: Path) -> None:
+def _check_only_saved(folder: Path) -> None:
     """Checks that a path holds only the remains of a save. Links are not followed.
 
     Raises:
         ValueError: it is a link or a file, or a folder that holds something else.
     """
-    if left.is_symlink():
-        what = f"a symbolic link to {os.readlink(left)!r}"
-    elif not left.exists():
+    if folder.is_symlink():
+        what = f"a symbolic link to {os.readlink(folder)!r}"
+    elif not folder.exists():
         return
-    elif not left.is_dir():
+    elif not folder.is_dir():
         what = "a file"
     else:
-        others = sorted(name for name in os.listdir(left) if not _is_ours(name))
+        others = sorted(name for name in os.listdir(folder) if not _is_of_checkpoint(name))
         if not others:
             return
         what = f"a folder that holds {others[0]!r}, which is not of a checkpoint"
     raise ValueError(
-        f"{left} is {what}, but a save writes to that name before it replaces the "
+        f"{folder} is {what}, but a save writes to that name before it replaces the "
         "checkpoint: move it away, or save to a path of another name."
     )
 
 
-def _is_ours(name: str) -> bool:
+def _is_of_checkpoint(name: str) -> bool:
     return name in _PARTS or name.startswith(_TOKEN)

@@ -20,7 +20,7 @@ from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.record import LINK, RECORD, Record
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
-from torchrec_hkv.json_schema import Choice, Fields, Integer, OrNull, Place, Text
+from torchrec_hkv.json_schema import Choice, Fields, Integer, JsonPlace, OrNull, Text
 
 #: Name of the file that names the newest checkpoint of a chain.
 NEWEST = "deltas.json"
@@ -70,10 +70,10 @@ class Link:
             content = read_signed(path, _LINK_FORMAT, _VERSION, "a checkpoint in a chain")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        link: Link = _LINK.read(content, Place(str(path)))
+        link: Link = _LINK.read(content, JsonPlace(str(path)))
         if (link.kind == "base") != (link.previous is None):
             raise (
-                Place(str(path))
+                JsonPlace(str(path))
                 .of("previous")
                 .refuse(link.previous, "null for a base, and a digest for a delta")
             )
@@ -151,8 +151,8 @@ class Chain:
             ValueError: two folders have the same number.
         """
         names: dict[int, str] = {}
-        held = sorted(os.listdir(self._root)) if self._root.is_dir() else []
-        for name in held:
+        entries = sorted(os.listdir(self._root)) if self._root.is_dir() else []
+        for name in entries:
             found = _NAME.fullmatch(name)
             if found is None:
                 continue
@@ -178,7 +178,7 @@ class Chain:
             return None
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        return _NEWEST.read(content, Place(str(path)))
+        return _NEWEST.read(content, JsonPlace(str(path)))
 
     def layers(self) -> list[tuple[Path, Record]]:
         """Folders and records of the last checkpoint and of its predecessors, back to a base.
@@ -197,7 +197,7 @@ class Chain:
                     f"{self._root / NEWEST} is missing, so that nothing says which checkpoint of "
                     "the chain is the newest: name the folder of the one that is to be loaded."
                 )
-        self._check_there(names, last, newest)
+        self._check_exists(names, last, newest)
         layers: list[tuple[Path, Record]] = []
         wanted = None  # digest that the predecessor must have
         for number in range(last, -1, -1):
@@ -225,7 +225,7 @@ class Chain:
             "of the chain."
         )
 
-    def _check_there(self, names: dict[int, str], last: int, newest: Newest | None) -> None:
+    def _check_exists(self, names: dict[int, str], last: int, newest: Newest | None) -> None:
         if last not in names:
             named = newest is not None and last == newest.number
             why = f", which {NEWEST} names as the newest" if named else ""
@@ -269,7 +269,7 @@ class Chain:
                 continue
             if found[4] == "saving":
                 place = AtomicFolder(self._root / found[1])
-                place.check_ours()
+                place.check_only_saved()
                 place.discard()
             else:
                 shutil.rmtree(self._root / name, ignore_errors=True)

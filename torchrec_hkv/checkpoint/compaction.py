@@ -130,8 +130,10 @@ def _write_table(layers: Layers, key: str, folder: Path, options: FileOptions) -
         if saved.earlier:
             to.parent.mkdir(parents=True, exist_ok=True)
             backend.merge_files([saved.folder, *saved.earlier], to, options)
-            held = backend.saved_folder(to)
-            shards.append(dataclasses.replace(shard, entries=held.entries, crc32=held.crc32))
+            folder_record = backend.saved_folder(to)
+            shards.append(
+                dataclasses.replace(shard, entries=folder_record.entries, crc32=folder_record.crc32)
+            )
         else:
             _link_tree(saved.folder, to)
             shards.append(shard)

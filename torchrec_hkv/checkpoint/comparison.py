@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.opened import OpenedTable
+from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable
 from torchrec_hkv.hash_table.files.entries_reader import count_owners, owner_ranges
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.progress import advance

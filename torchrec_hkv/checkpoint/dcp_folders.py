@@ -16,18 +16,18 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
-from torchrec_hkv.checkpoint.moving import put_entries
 from torchrec_hkv.checkpoint.optimizers import initialise, load_optimizer_state, optimizer_state
 from torchrec_hkv.checkpoint.reader import CheckedPlanner, CheckedReader
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
+from torchrec_hkv.checkpoint.table_transfer import put_entries
 from torchrec_hkv.checkpoint.tensors import check_match, flat
 from torchrec_hkv.collective import on_every_rank, share_of_rank, this_rank
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.warn import warn
 
 
@@ -61,7 +61,7 @@ def load_dcp_folder(
     path: Path,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
     *,
     strict: bool,
@@ -84,7 +84,7 @@ def load_dcp_folder(
         ValueError: the folder is damaged or doesn't match the model; nothing has changed then. If
             entries find no slot in a hash table, the table is empty afterwards.
     """
-    load = _Load(path, model, optimizer, tables, options, strict=strict)
+    load = _DcpLoad(path, model, optimizer, tables, options, strict=strict)
     with contextlib.ExitStack() as undo:
         on_every_rank(lambda: load.check(undo))
         load.check_tensors()
@@ -93,13 +93,13 @@ def load_dcp_folder(
         load.run()
 
 
-class _Load:
+class _DcpLoad:
     def __init__(
         self,
         path: Path,
         model: nn.Module,
         optimizer: KeyedOptimizer | None,
-        tables: Mapping[str, FoundTable],
+        tables: Mapping[str, ShardedTable],
         options: FileOptions,
         *,
         strict: bool,
@@ -114,7 +114,7 @@ class _Load:
     def check(self, undo: contextlib.ExitStack) -> None:
         """Checks that the folder matches. Does not read values of tensors."""
         self._folder = DcpFolder(self._path)
-        self._keys = Keys.of(self._folder, None, None)
+        self._keys = DcpKeys.of(self._folder, None, None)
         self._reader = CheckedReader(self._path, self._folder.metadata)
         # Hash tables that were saved as hash tables; the others come from stock tables.
         alike = [name for name in self._tables if self._has(f"{name}.occupied")]
@@ -130,15 +130,15 @@ class _Load:
         for key, value in wanted.items():
             if not isinstance(value, Tensor):
                 self._reader.check_value(key, value)
-        self._wanted = [key for key, value in wanted.items() if isinstance(value, Tensor)]
-        self.bytes = sum(self._folder.bytes(key) for key in self._wanted)
+        self._expected = [key for key, value in wanted.items() if isinstance(value, Tensor)]
+        self.bytes = sum(self._folder.bytes(key) for key in self._expected)
         self.bytes += sum(source.bytes for source in self._sources.values())
 
     def check_tensors(self) -> None:
         """Checks that entries are what the metadata describes. Each is checked by one rank."""
-        wanted = on_every_rank(lambda: self._wanted)
-        mine = share_of_rank(sorted({key for keys in wanted for key in keys}))
-        on_every_rank(lambda: self._reader.check_tensors(mine))
+        wanted = on_every_rank(lambda: self._expected)
+        rank_keys = share_of_rank(sorted({key for keys in wanted for key in keys}))
+        on_every_rank(lambda: self._reader.check_tensors(rank_keys))
 
     def _has(self, name: str) -> bool:
         return self._folder.is_tensor(self._keys.model + name)
@@ -156,16 +156,16 @@ class _Load:
                 self._check_source(found[name], self._tables[name])
                 self._sources[name] = found[name]
 
-    def _check_source(self, source: SourceTable, table: FoundTable) -> None:
+    def _check_source(self, source: SourceTable, table: ShardedTable) -> None:
         shard = table.state.shards[0]
-        for what, saved, own in (
+        for what, saved, expected in (
             ("dim", source.dim, shard.embedding_dim),
             ("dtype", source.dtype, shard.dtype),
         ):
-            if saved != own:
+            if saved != expected:
                 raise ValueError(
                     f"In {self._path}, table {source.name!r} has {what} {saved}, but "
-                    f"in the model {own}."
+                    f"in the model {expected}."
                 )
         if source.is_exact and source.entries > shard.num_embeddings:
             raise ValueError(
@@ -183,7 +183,7 @@ class _Load:
 
     def _take_model(self, alike: list[str]) -> None:
         # The state of a hash table is a copy of the table, which is made only if needed.
-        aside = contextlib.nullcontext() if alike else tables_with_files_aside()
+        aside = contextlib.nullcontext() if alike else skip_file_tables()
         with aside:
             state = self._model.state_dict()
         others = tuple(f"{name}." for name in self._tables if name not in alike)
@@ -191,7 +191,7 @@ class _Load:
         self._is_partial = not self._strict or bool(others)
         key = self._keys.model.removesuffix(".")
         self._state = {key: self._model_state} if key else dict(self._model_state)
-        self._aside = not alike
+        self._skips_file_tables = not alike
 
     def _take_optimizer(self, optimizer: KeyedOptimizer, undo: contextlib.ExitStack) -> None:
         if self._keys.optimizer is None:
@@ -202,15 +202,15 @@ class _Load:
     def run(self) -> None:
         """Loads; a collective call."""
         planner = CheckedPlanner(allow_partial_load=not self._strict)
-        if self._wanted or self._strict:
+        if self._expected or self._strict:
             dcp.load(self._state, storage_reader=self._reader, planner=planner)
-        with tables_with_files_aside() if self._aside else contextlib.nullcontext():
+        with skip_file_tables() if self._skips_file_tables else contextlib.nullcontext():
             key = self._keys.model.removesuffix(".")
             state = self._state[key] if key else {k: self._state[k] for k in self._model_state}
             self._model.load_state_dict(state, strict=not self._is_partial)
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])
-        advance(sum(self._folder.bytes(key) for key in self._wanted))
+        advance(sum(self._folder.bytes(key) for key in self._expected))
         self._run_sources()
 
     def _run_sources(self) -> None:
@@ -238,23 +238,25 @@ class _Load:
         source, table = self._sources[name], self._tables[name]
         lookups = table.collection.group_lookups()
         rank = this_rank()
-        held = [
+        rank_shards = [
             shard
             for shard, holder in zip(table.state.shards, table.state.ranks, strict=True)
             if holder == rank
         ]
-        if not held:
+        if not rank_shards:
             return
         optimizer = table.planned.optimizer
         head = torch.tensor([1, layout_of(optimizer), source.updates, clock])
-        loads = {s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in held}
-        for shard in held:
+        loads = {
+            s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in rank_shards
+        }
+        for shard in rank_shards:
             heads.setdefault(lookups[shard.key], {})[shard.key] = head
             loads[shard.key].begin(head)
-        given = held[0].options.score_source is not None
+        given = rank_shards[0].options.score_source is not None
         for batch in source.read(self._options.batch_bytes // 4):
             entries = completed(batch, source, optimizer, clock, given_scores=given)
-            for shard in held:
+            for shard in rank_shards:
                 put_entries(loads[shard.key], shard, entries)
             advance(len(batch["ids"]) * source.entry_bytes)
         for load in loads.values():

@@ -22,7 +22,7 @@ from torchrec_hkv.checkpoint.model_load import load
 from torchrec_hkv.checkpoint.model_save import check_blocking, save_to, saving
 from torchrec_hkv.checkpoint.optimizers import check_optimizer
 from torchrec_hkv.checkpoint.record import LINK, RECORD
-from torchrec_hkv.checkpoint.shard_save import Trackers, see_tables
+from torchrec_hkv.checkpoint.shard_save import Trackers, start_trackers
 from torchrec_hkv.collective import on_every_rank, on_leader
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, wait_for_saves
@@ -164,7 +164,7 @@ class DeltaWriter:
         layers = on_leader(lambda: read_saved(self._root))
         folder, record = layers[0]
         seen = on_every_rank(
-            lambda: lost == 0 and see_tables(folder, record, tables, options, self._trackers)
+            lambda: lost == 0 and start_trackers(folder, record, tables, options, self._trackers)
         )
         if all(seen):
             self._last = on_leader(self._name_newest)
@@ -292,14 +292,14 @@ class _Timer:
 
     def begin(self) -> None:
         self._began = time.monotonic()
-        self._next_look = 1
+        self._next_check = 1
 
     def is_due(self, steps: int) -> bool:
-        if self._seconds is None or steps < self._next_look:
+        if self._seconds is None or steps < self._next_check:
             return False
         passed = on_leader(lambda: time.monotonic() - self._began)
         left = (self._seconds - passed) / max(passed, 1e-6) * steps
-        self._next_look = steps + max(1, min(int(left), steps))
+        self._next_check = steps + max(1, min(int(left), steps))
         return passed >= self._seconds
 
 

@@ -43,6 +43,6 @@ def _local(model: nn.Module) -> dict[str, tuple[int, int]]:
             continue
         lookups = table.collection.group_lookups()
         keys = table.state.keys_on(dist.get_rank())
-        mine = [lookups[key].digest(key) for key in keys]
-        sums[name] = (sum(m[0] for m in mine), sum(m[1] for m in mine))
+        digests = [lookups[key].digest(key) for key in keys]
+        sums[name] = (sum(m[0] for m in digests), sum(m[1] for m in digests))
     return sums

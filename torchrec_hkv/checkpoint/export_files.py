@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.opened import OpenedTable
+from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.shard_files import dequantised_fields
 from torchrec_hkv.progress import advance, reported

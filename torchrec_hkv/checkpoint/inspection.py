@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_hkv.checkpoint.opened import OpenedTable
+from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable
 from torchrec_hkv.hash_table.files.entries_reader import read_entries
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import entry_bytes
@@ -44,7 +44,7 @@ class Histogram:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FoundEntry:
     """An entry of a table.
 
     Attributes:
@@ -66,22 +66,22 @@ class Found:
     states: list[float]
 
 
-def bytes_to_look_at(table: OpenedTable) -> int:
-    """Number of bytes that :func:`look` reads."""
+def bytes_to_inspect(table: OpenedTable) -> int:
+    """Number of bytes that :func:`inspect_table` reads."""
     return sum(
-        shard.entries * _look_bytes(part)
+        shard.entries * _part_bytes_to_inspect(part)
         for part in table.first_columns
         for _, manifest in part.layers
         for shard in manifest.shards
     )
 
 
-def _look_bytes(part: SavedPart) -> int:
+def _part_bytes_to_inspect(part: SavedPart) -> int:
     names = ("ids", "slots", "last_steps", "scores")
     return entry_bytes([field for field in part.fields if field.name in names])
 
 
-def look(table: OpenedTable, batch_bytes: int) -> dict[str, Any]:
+def inspect_table(table: OpenedTable, batch_bytes: int) -> dict[str, Any]:
     """Counts what a table holds.
 
     Args:
@@ -106,7 +106,7 @@ def look(table: OpenedTable, batch_bytes: int) -> dict[str, Any]:
             ages.add(_ages(part, batch["last_steps"]))
             if bits is not None and "scores" in batch:
                 counts.add(batch["scores"] & bits)
-            advance(len(batch["ids"]) * _look_bytes(part))
+            advance(len(batch["ids"]) * _part_bytes_to_inspect(part))
         slots = part.manifest.buckets * part.manifest.bucket_slots
         fills.append({"ids": ids, "slots": slots, "fill": ids / slots})
     described = {
@@ -150,13 +150,13 @@ def _ages(part: SavedPart, last_steps: Tensor) -> Tensor:
     return (part.manifest.clock - (last_steps.long() & _U32)) & _U32
 
 
-def find(table: OpenedTable, id_: int, batch_bytes: int) -> Found | None:
+def find(table: OpenedTable, id_: int, batch_bytes: int) -> FoundEntry | None:
     """Finds the entry of an id; None if the table does not have the id.
 
     Args:
         table: a table that has files of its own.
         id_: the id, an int64.
-        batch_bytes: as for :func:`look`.
+        batch_bytes: as for :func:`inspect_table`.
     """
     owner = int(owner_rank(torch.tensor([id_]), 1 << 16))
     for index, part in enumerate(table.first_columns):
@@ -168,7 +168,7 @@ def find(table: OpenedTable, id_: int, batch_bytes: int) -> Found | None:
                 ranges = table.collect(["rows"], batch_bytes, (owner, owner + 1))
                 row = ranges["rows"][int(torch.searchsorted(ranges["ids"], id_))]
                 scores, states = batch.get("scores"), batch.get("states")
-                return Found(
+                return FoundEntry(
                     shard=index,
                     slot=int(batch["slots"][at]),
                     last_step=int(batch["last_steps"][at]) & _U32,

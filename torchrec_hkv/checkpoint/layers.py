@@ -51,10 +51,10 @@ def files_to_verify(
     for key in keys:
         table = layers[0][1].tables[key]
         for index in range(len(table.shards or [])):
-            for saved, held in _shard_layers(layers, key, index):
-                skipped = held.entry_files if but_entries else ()
+            for saved, folder in _shard_layers(layers, key, index):
+                skipped = folder.entry_files if but_entries else ()
                 files += [
-                    (table.backend, saved, name) for name in held.files if name not in skipped
+                    (table.backend, saved, name) for name in folder.files if name not in skipped
                 ]
     return files
 
@@ -77,10 +77,10 @@ def _shard_layers(layers: Layers, key: str, index: int) -> Iterator[tuple[SavedS
             )
         shard = table.shards[index]
         saved = SavedShard(folder / shard.folder, shard.owners)
-        held = registry.get(table.backend).saved_folder(saved.folder)
-        _check_bound(saved.folder, held, shard, record)
-        yield saved, held
-        if held.is_whole:
+        saved_folder = registry.get(table.backend).saved_folder(saved.folder)
+        _check_bound(saved.folder, saved_folder, shard, record)
+        yield saved, saved_folder
+        if saved_folder.is_whole:
             return
     raise ValueError(
         f"{saved.folder} holds only what changed in table {key!r} since an earlier checkpoint, "
@@ -98,16 +98,22 @@ def saved_shards(layers: Layers, key: str) -> list[SavedShard]:
     return shards
 
 
-def _check_bound(folder: Path, held: SavedFolder, shard: TableShardRecord, record: Record) -> None:
+def _check_bound(
+    folder: Path, saved_folder: SavedFolder, shard: TableShardRecord, record: Record
+) -> None:
     """Checks that a folder was saved with this checkpoint, as this shard."""
     where = f"{folder} is not what the checkpoint was saved with"
-    if held.save != record.save:
+    if saved_folder.save != record.save:
         raise ValueError(
-            f"{where}: it is of save {held.save!r}, but the checkpoint is of save "
+            f"{where}: it is of save {saved_folder.save!r}, but the checkpoint is of save "
             f"{record.save!r}: copy the folder of that save."
         )
     named = {"checksum": shard.crc32, "number of entries": shard.entries, "columns": shard.columns}
-    found = {"checksum": held.crc32, "number of entries": held.entries, "columns": held.columns}
+    found = {
+        "checksum": saved_folder.crc32,
+        "number of entries": saved_folder.entries,
+        "columns": saved_folder.columns,
+    }
     for what, value in named.items():
         if found[what] != value:
             raise ValueError(

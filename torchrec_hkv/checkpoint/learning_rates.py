@@ -15,9 +15,9 @@ import torch
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_hkv.checkpoint.learning_rate_schema import RATES, SCHEDULED
 from torchrec_hkv.checkpoint.optimizers import leaves
-from torchrec_hkv.checkpoint.rates import RATES, SCHEDULED
-from torchrec_hkv.json_schema import Place
+from torchrec_hkv.json_schema import JsonPlace
 
 
 def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
@@ -29,7 +29,7 @@ def learning_rates(optimizer: KeyedOptimizer) -> dict[str, dict[str, Any]]:
     return {
         name: RATES.read(
             {key: _plain(group[key]) for key in SCHEDULED if key in group},
-            Place("The optimizer", f"parameter {name!r}"),
+            JsonPlace("The optimizer", f"parameter {name!r}"),
         )
         for group, names in _groups(optimizer)
         for name in names
@@ -53,11 +53,13 @@ def check_learning_rates(
     for group, names in _groups(optimizer):
         name = next((name for name in names if name in saved), None)
         for key, value in {} if name is None else saved[name].items():
-            held = _plain(group.get(key))
-            place = Place(str(file)).of("learning_rates").of(name).of(key)
-            if isinstance(held, list) and not (isinstance(value, list) and len(value) == len(held)):
-                raise place.refuse(value, f"a list of {len(held)} numbers, as the optimizer has")
-            if isinstance(held, (int, float)) and not isinstance(value, (int, float)):
+            current = _plain(group.get(key))
+            place = JsonPlace(str(file)).of("learning_rates").of(name).of(key)
+            if isinstance(current, list) and not (
+                isinstance(value, list) and len(value) == len(current)
+            ):
+                raise place.refuse(value, f"a list of {len(current)} numbers, as the optimizer has")
+            if isinstance(current, (int, float)) and not isinstance(value, (int, float)):
                 raise place.refuse(value, "a number, as the optimizer has")
 
 
@@ -67,9 +69,9 @@ def put_learning_rates(optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[st
     for group, names in _groups(optimizer):
         known = next((saved[name] for name in names if name in saved), {})
         for key, value in known.items():
-            held = group.get(key)
-            if isinstance(held, torch.Tensor):
-                held.fill_(value)
+            current = group.get(key)
+            if isinstance(current, torch.Tensor):
+                current.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
     for _, leaf in leaves(optimizer):

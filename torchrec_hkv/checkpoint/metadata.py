@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrec_hkv.checkpoint.record import METADATA, TENSORS, FileRecord
-from torchrec_hkv.json_schema import Integer, Place, Text
+from torchrec_hkv.json_schema import Integer, JsonPlace, Text
 
 #: Name of the metadata file in a folder of :mod:`torch.distributed.checkpoint`.
 DCP_METADATA = ".metadata"
@@ -179,14 +179,14 @@ def _read(path: Path, files: _Files) -> Metadata:
         if str(path) in str(error):
             raise
         raise ValueError(f"{path} is damaged: it is not a pickle of metadata ({error}).") from None
-    return _metadata(content, Place(str(path)), files)
+    return _metadata(content, JsonPlace(str(path)), files)
 
 
-def _metadata(content: object, place: Place, files: _Files) -> Metadata:
+def _metadata(content: object, place: JsonPlace, files: _Files) -> Metadata:
     state = _state(content, "Metadata", place)
     entries = _mapping(state, "state_dict_metadata", place)
     tensors = {
-        _KEY.read(key, Place(place.file, "a key of state_dict_metadata")): _entry(
+        _KEY.read(key, JsonPlace(place.file, "a key of state_dict_metadata")): _entry(
             value, place.of("state_dict_metadata").of(str(key))
         )
         for key, value in entries.items()
@@ -198,7 +198,7 @@ def _metadata(content: object, place: Place, files: _Files) -> Metadata:
         if index in stored:
             raise at.refuse(_shown(index), "named once")
         stored[index] = _storage(value, at.of(_shown(index)), files)
-    _check_apart(stored, at)
+    _check_disjoint(stored, at)
     for key, entry in tensors.items():
         offsets: Sequence[torch.Size | None] = [None]
         if isinstance(entry, TensorStorageMetadata):
@@ -210,7 +210,7 @@ def _metadata(content: object, place: Place, files: _Files) -> Metadata:
     return Metadata(state_dict_metadata=tensors, storage_data=stored)
 
 
-def _state(value: object, name: str, place: Place) -> dict[Any, Any]:
+def _state(value: object, name: str, place: JsonPlace) -> dict[Any, Any]:
     """The attributes of an object, which must be of the class with the given name."""
     if type(value) is not _OBJECTS[name]:
         raise place.refuse(_what(value), f"a {name}")
@@ -221,14 +221,14 @@ def _state(value: object, name: str, place: Place) -> dict[Any, Any]:
     return value.state
 
 
-def _mapping(state: Mapping[Any, Any], name: str, place: Place) -> dict[Any, Any]:
+def _mapping(state: Mapping[Any, Any], name: str, place: JsonPlace) -> dict[Any, Any]:
     value = state.get(name)
     if type(value) is not dict:
         raise place.of(name).refuse(_what(value), "a dict")
     return value
 
 
-def _entry(value: object, place: Place) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(value: object, place: JsonPlace) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(value) is _OBJECTS["BytesStorageMetadata"]:
         return BytesStorageMetadata()
     state = _state(value, "TensorStorageMetadata", place)
@@ -242,12 +242,12 @@ def _entry(value: object, place: Place) -> TensorStorageMetadata | BytesStorageM
     chunks = state.get("chunks")
     if type(chunks) is not list:
         raise place.of("chunks").refuse(_what(chunks), "a list")
-    made = [_chunk(chunk, place.of("chunks").at(i)) for i, chunk in enumerate(chunks)]
-    _check_tiles(size, made, place.of("chunks"))
-    return TensorStorageMetadata(TensorProperties(dtype=parts[0]), size, made)
+    parsed = [_chunk(chunk, place.of("chunks").at(i)) for i, chunk in enumerate(chunks)]
+    _check_tiles(size, parsed, place.of("chunks"))
+    return TensorStorageMetadata(TensorProperties(dtype=parts[0]), size, parsed)
 
 
-def _chunk(value: object, place: Place) -> ChunkStorageMetadata:
+def _chunk(value: object, place: JsonPlace) -> ChunkStorageMetadata:
     state = _state(value, "ChunkStorageMetadata", place)
     return ChunkStorageMetadata(
         offsets=_size(state.get("offsets"), place.of("offsets")),
@@ -255,7 +255,7 @@ def _chunk(value: object, place: Place) -> ChunkStorageMetadata:
     )
 
 
-def _size(value: object, place: Place) -> torch.Size:
+def _size(value: object, place: JsonPlace) -> torch.Size:
     given = getattr(value, "arguments", None)
     is_size = type(value) is _OBJECTS["Size"] and len(given) == 1 and type(given[0]) is tuple
     if not is_size or value.state is not None:
@@ -263,7 +263,9 @@ def _size(value: object, place: Place) -> torch.Size:
     return torch.Size([_COUNT.read(n, place.at(i)) for i, n in enumerate(given[0])])
 
 
-def _check_tiles(size: torch.Size, chunks: Sequence[ChunkStorageMetadata], place: Place) -> None:
+def _check_tiles(
+    size: torch.Size, chunks: Sequence[ChunkStorageMetadata], place: JsonPlace
+) -> None:
     """Checks that chunks cover a tensor and don't overlap."""
     filled = 0
     for i, chunk in enumerate(chunks):
@@ -292,16 +294,16 @@ def _check_tiles(size: torch.Size, chunks: Sequence[ChunkStorageMetadata], place
             )
 
 
-def _index(value: object, place: Place) -> MetadataIndex:
-    state = _state(value, "MetadataIndex", Place(place.file, f"a key of {place.key}"))
-    key = _KEY.read(state.get("fqn"), Place(place.file, f"a name in {place.key}"))
+def _index(value: object, place: JsonPlace) -> MetadataIndex:
+    state = _state(value, "MetadataIndex", JsonPlace(place.file, f"a key of {place.key}"))
+    key = _KEY.read(state.get("fqn"), JsonPlace(place.file, f"a name in {place.key}"))
     offset = state.get("offset")
     if offset is not None:
-        offset = _size(offset, Place(place.file, f"an offset in {place.key}"))
+        offset = _size(offset, JsonPlace(place.file, f"an offset in {place.key}"))
     return MetadataIndex(key, offset)
 
 
-def _storage(value: object, place: Place, files: _Files) -> _StorageInfo:
+def _storage(value: object, place: JsonPlace, files: _Files) -> _StorageInfo:
     state = _state(value, "_StorageInfo", place)
     name = state.get("relative_path")
     size = files.sizes.get(name) if type(name) is str else None
@@ -320,7 +322,7 @@ def _storage(value: object, place: Place, files: _Files) -> _StorageInfo:
     return _StorageInfo(name, offset, length)
 
 
-def _check_apart(stored: Mapping[MetadataIndex, _StorageInfo], place: Place) -> None:
+def _check_disjoint(stored: Mapping[MetadataIndex, _StorageInfo], place: JsonPlace) -> None:
     """Checks that no two entries overlap in a file."""
     order = sorted(stored, key=lambda index: (stored[index].relative_path, stored[index].offset))
     end, file = 0, None

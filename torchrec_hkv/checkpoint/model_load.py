@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, Placed
+from torchrec_hkv.backends.saved import FileOptions, LoadCounts
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.dcp_folders import is_dcp_folder, load_dcp_folder
@@ -27,7 +27,7 @@ from torchrec_hkv.checkpoint.table_records import check_tables
 from torchrec_hkv.checkpoint.tensors import TensorsLoad, file_size, verify_file
 from torchrec_hkv.collective import on_every_rank, on_leader, share_of_rank, this_rank
 from torchrec_hkv.progress import advance, expect, reported
-from torchrec_hkv.sharding.modules.collection import tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import skip_file_tables
 from torchrec_hkv.sharding.modules.open_lookups import collect_open_lookups
 from torchrec_hkv.sharding.state.names import named_collections, named_tables
 from torchrec_hkv.write_behind import wait_for_saves
@@ -106,7 +106,7 @@ def load(
     folder, record = layers[0]
     if not strict:
         tables = {key: table for key, table in tables.items() if key in record.tables}
-    with tables_with_files_aside():
+    with skip_file_tables():
         tensors = TensorsLoad(folder, model, optimizer, strict=strict)
         if optimizer is not None and not record.has_optimizer:
             raise ValueError(
@@ -144,12 +144,12 @@ def load(
             tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
-    placed: dict[str, Placed] = {}
-    for name, held in itertools.chain.from_iterable(of_ranks):
-        placed[name] = placed.get(name, Placed()) + held
+    placed: dict[str, LoadCounts] = {}
+    for name, result in itertools.chain.from_iterable(of_ranks):
+        placed[name] = placed.get(name, LoadCounts()) + result
     if this_rank() == 0:
         warn_of_losses(placed)
-    return sum(held.lost for held in placed.values())
+    return sum(result.lost for result in placed.values())
 
 
 def _verify(

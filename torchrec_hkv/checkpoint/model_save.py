@@ -29,7 +29,7 @@ from torchrec_hkv.collective import on_every_rank, on_leader, share_of_rank, thi
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.manifest import new_save_id
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.write_behind import STAGING_BYTES, SaveHandle, check_staging, wait_for_saves
 
@@ -139,7 +139,7 @@ def saving(place: AtomicFolder, handle: SaveHandle | None = None) -> Iterator[Sa
     try:
         group = None if handle is None else thread_group()
         save = Saving(handle)
-        on_every_rank(lambda: place.check_seen(token))
+        on_every_rank(lambda: place.check_visible(token))
         on_leader(lambda: place.remove_token(token))
         yield save
         if handle is None:
@@ -169,7 +169,7 @@ def save_to(
     place: AtomicFolder,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
-    tables: dict[str, FoundTable],
+    tables: dict[str, ShardedTable],
     options: FileOptions,
     save: Saving,
     trackers: Trackers | None = None,
@@ -190,27 +190,29 @@ def save_to(
     save_id = on_leader(new_save_id)
     options = dataclasses.replace(options, save=save_id, handle=save.handle)
     state: dict[str, Any] = {}
-    with tables_with_files_aside():
+    with skip_file_tables():
         state["model"] = model.state_dict()
     if optimizer is not None:
         state.update(optimizer_state(optimizer))
     of_ranks = on_every_rank(lambda: {} if optimizer is None else learning_rates(optimizer))
     rates = {name: rate for part in of_ranks for name, rate in part.items()}
     on_every_rank(lambda: check_savable(state))
-    mine: dict[str, str] = {}
+    local_files: dict[str, str] = {}
     of_tensors = local_bytes(state)
     with reported(f"Saving {place.path.name}", of_tensors):
-        on_every_rank(lambda: mine.update(save_tables(place.saving, tables, options, trackers)))
+        on_every_rank(
+            lambda: local_files.update(save_tables(place.saving, tables, options, trackers))
+        )
         save_tensors(place.saving / TENSORS, state, save.handle)
         advance(of_tensors)
     has_optimizer = optimizer is not None
 
     def finish(group: dist.ProcessGroup | None) -> None:
-        folders = on_every_rank(lambda: saved_folders(place.saving, mine), group)
+        folders = on_every_rank(lambda: saved_folders(place.saving, local_files), group)
         names = on_leader(lambda: sorted(os.listdir(place.saving / TENSORS)), group)
-        own = share_of_rank(_tensor_files(names))
+        rank_files = share_of_rank(_tensor_files(names))
         recorded = on_every_rank(
-            lambda: {name: file_record(place.saving / name) for name in own}, group
+            lambda: {name: file_record(place.saving / name) for name in rank_files}, group
         )
         on_leader(lambda: commit(folders, recorded), group)
 
@@ -220,7 +222,7 @@ def save_to(
         files: dict[str, FileRecord] = {}
         for part in recorded:
             files.update(part)
-        saved = {name: held for part in folders for name, held in part.items()}
+        saved = {name: folder for part in folders for name, folder in part.items()}
         records = records_of(tables, saved)
         sync_folder(place.saving / TENSORS)
         record = Record(save_id, world_size(), has_optimizer, rates, records, files)

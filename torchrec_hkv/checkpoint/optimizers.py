@@ -55,10 +55,10 @@ def initialise(optimizer: KeyedOptimizer, saved: set[str]) -> Callable[[], None]
     Returns:
         A function that removes the created states again.
     """
-    made: list[KeyedOptimizerWrapper] = []
+    initialised: list[KeyedOptimizerWrapper] = []
 
     def undo() -> None:
-        for leaf in made:
+        for leaf in initialised:
             leaf.state.clear()
 
     for prefix, leaf in leaves(optimizer):
@@ -67,7 +67,7 @@ def initialise(optimizer: KeyedOptimizer, saved: set[str]) -> Callable[[], None]
         paths = [f"optimizer.state.{_joined(prefix, name)}." for name in leaf.params]
         if not any(key.startswith(path) for path in paths for key in saved):
             continue
-        made.append(leaf)
+        initialised.append(leaf)
         before = [parameter.detach().clone() for parameter in leaf.params.values()]
         leaf.init_state()  # a step on zero gradients, in which weight decay would count
         leaf.zero_grad()

@@ -154,13 +154,13 @@ class CheckedReader(FileSystemReader):
             try:
                 with FakeTensorMode():
                     tensor = torch.load(data, map_location="cpu", weights_only=True)
-                held = _stored_bytes(data)
+                stored = _stored_bytes(data)
             except UNREADABLE as error:
                 raise refusal(what, data, error) from None
         _check(what, tensor, sizes, dtype)
-        if held != tensor.untyped_storage().nbytes():
+        if stored != tensor.untyped_storage().nbytes():
             raise ValueError(
-                f"{what}: it has {held} bytes of values instead of "
+                f"{what}: it has {stored} bytes of values instead of "
                 f"{tensor.untyped_storage().nbytes()}."
             )
 
@@ -200,10 +200,10 @@ class CheckedReader(FileSystemReader):
             data = io.BytesIO(file.read(info.length))
         try:
             # Checked before memory is allocated: the file holds as many bytes as the tensor needs.
-            held = _stored_bytes(data)
+            stored = _stored_bytes(data)
             needed = sizes.numel() * dtype.itemsize
-            if held != needed:
-                raise ValueError(f"{what}: it has {held} bytes of values instead of {needed}.")
+            if stored != needed:
+                raise ValueError(f"{what}: it has {stored} bytes of values instead of {needed}.")
             data.seek(0)
             tensor = torch.load(data, map_location="cpu", weights_only=True)
         except UNREADABLE as error:

@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from torchrec_hkv.checkpoint.rates import RATES
+from torchrec_hkv.checkpoint.learning_rate_schema import RATES
 from torchrec_hkv.hash_table.files.manifest import CRC32, OWNERS, SAVE_ID
 from torchrec_hkv.hash_table.files.signed_json import read_signed, write_signed
-from torchrec_hkv.json_schema import Fields, Flag, Integer, Items, Map, OrNull, Place, Plain, Text
+from torchrec_hkv.json_schema import (
+    Fields,
+    Flag,
+    Integer,
+    Items,
+    JsonPlace,
+    Map,
+    OrNull,
+    Plain,
+    Text,
+)
 
 #: Name of the record's file. It is written last.
 RECORD = "checkpoint.json"
@@ -27,7 +37,7 @@ METADATA = f"{TENSORS}/.metadata"
 _FORMAT = "torchrec_hkv.checkpoint"
 _VERSION = 2
 #: Maximal length of a folder's name on all file systems, in bytes.
-_MOST_NAME_BYTES = 255
+_MAX_NAME_BYTES = 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +126,7 @@ class Record:
             content = read_signed(path, _FORMAT, _VERSION, "a checkpoint")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        place = Place(str(path))
+        place = JsonPlace(str(path))
         record: Record = _RECORD.read(content, place)
         for key, table in record.tables.items():
             if table.shards is not None:
@@ -135,9 +145,9 @@ def shard_folder(key: str, index: int) -> str:
         index: index of the shard.
     """
     name = quote(key, safe="")
-    if len(name) > _MOST_NAME_BYTES:
+    if len(name) > _MAX_NAME_BYTES:
         digest = hashlib.sha256(name.encode()).hexdigest()
-        name = f"{name[: _MOST_NAME_BYTES - len(digest) - 1]}-{digest}"
+        name = f"{name[: _MAX_NAME_BYTES - len(digest) - 1]}-{digest}"
     return f"{TABLES}/{name}/{index:05d}"
 
 
@@ -172,7 +182,7 @@ _RECORD = Fields(
 )
 
 
-def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) -> None:
+def _check_shards(key: str, shards: Sequence[TableShardRecord], place: JsonPlace) -> None:
     """Checks that shards have their own folders and make up a table."""
     for index, shard in enumerate(shards):
         at, folder = place.at(index), shard_folder(key, index)
@@ -183,7 +193,7 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
             if begin >= end:
                 raise at.of(name).refuse([begin, end], "two numbers that ascend")
     for (i, one), (j, other) in itertools.combinations(enumerate(shards), 2):
-        if _meet(one.owners, other.owners) and _meet(one.columns, other.columns):
+        if _overlap(one.owners, other.owners) and _overlap(one.columns, other.columns):
             raise (
                 place.at(j)
                 .of("owners")
@@ -199,5 +209,5 @@ def _check_shards(key: str, shards: Sequence[TableShardRecord], place: Place) ->
         )
 
 
-def _meet(one: Sequence[int], other: Sequence[int]) -> bool:
+def _overlap(one: Sequence[int], other: Sequence[int]) -> bool:
     return max(one[0], other[0]) < min(one[1], other[1])

@@ -12,14 +12,19 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan, Sharding
 from torchrec_hkv.backends import registry
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.checkpoint.learning_rates import learning_rates, put_learning_rates
-from torchrec_hkv.checkpoint.moving import RankTransfer, move_entries, move_state, move_tensors
+from torchrec_hkv.checkpoint.table_transfer import (
+    RankTransfer,
+    move_entries,
+    move_state,
+    move_tensors,
+)
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import reported
 from torchrec_hkv.sharding.kernels.optimizer_steps import optimizer_steps, set_optimizer_steps
 from torchrec_hkv.sharding.modules.collection import (
     BackendCollection,
-    FoundTable,
-    tables_with_files_aside,
+    ShardedTable,
+    skip_file_tables,
 )
 from torchrec_hkv.sharding.modules.open_lookups import collect_open_lookups
 from torchrec_hkv.sharding.state.names import joined, named_modules
@@ -73,16 +78,16 @@ def reshard(
     for old in changed.values():
         collect_open_lookups(old.group_lookups().values())
     lost = 0
-    made: dict[str, BackendCollection] = {}
+    new_collections: dict[str, BackendCollection] = {}
     with reported("Resharding"):
         for path, old in changed.items():
-            new = made[path] = old.recipe.make(plan.plan[path])
+            new = new_collections[path] = old.recipe.make(plan.plan[path])
             new.train(old.training)
             lost += _move(path, old, new, allow_loss=allow_loss)
-    for path, new in made.items():
+    for path, new in new_collections.items():
         _replace(model, path, new)
         model._plan.plan[path] = plan.plan[path]
-    if made:
+    if new_collections:
         model._optim = model._init_optim(model.module)
     return lost
 
@@ -165,7 +170,7 @@ def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_lo
     """Moves the contents of a collection to another one. Returns the number of ids that found no
     slot."""
     wire = RankTransfer.of(old)
-    before, after = old.found_tables(), new.found_tables()
+    before, after = old.sharded_tables(), new.sharded_tables()
     lost = 0
     heads: dict[Any, dict[str, Tensor]] = {}
     for name, table in before.items():
@@ -183,7 +188,7 @@ def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_lo
             )
     for lookup, of_keys in heads.items():
         lookup.entries_loaded(of_keys)
-    with tables_with_files_aside():
+    with skip_file_tables():
         move_tensors(_weights(old), _weights(new), wire)
     move_tensors(_states(old), _states(new), wire)
     rates = on_every_rank(lambda: learning_rates(old.fused_optimizer), wire.pg)
@@ -192,8 +197,8 @@ def _move(path: str, old: BackendCollection, new: BackendCollection, *, allow_lo
     return lost
 
 
-def _same_geometry(old: FoundTable, new: FoundTable) -> bool:
-    def geometry(table: FoundTable) -> list[tuple[int, ...]]:
+def _same_geometry(old: ShardedTable, new: ShardedTable) -> bool:
+    def geometry(table: ShardedTable) -> list[tuple[int, ...]]:
         return sorted(
             (shard.row_offset, shard.capacity, shard.column_offset, shard.dim)
             for shard in table.state.shards
@@ -204,15 +209,15 @@ def _same_geometry(old: FoundTable, new: FoundTable) -> bool:
 
 def _weights(collection: BackendCollection) -> dict[str, Any]:
     """Values of stock tables, and of tables that appear as stock tables in the ``state_dict``."""
-    ours = {
+    backend_tables = {
         joined(collection.tables_attribute, name)
-        for name, table in collection.found_tables().items()
+        for name, table in collection.sharded_tables().items()
         if not registry.get(table.planned.backend).is_dense(table.state.shards[0].options)
     }
     return {
         key: value
         for key, value in collection.state_dict().items()
-        if not any(key.startswith(f"{name}.") for name in ours)
+        if not any(key.startswith(f"{name}.") for name in backend_tables)
     }
 
 

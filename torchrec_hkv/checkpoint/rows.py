@@ -17,7 +17,7 @@ from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.collective import on_every_rank, this_rank
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.sharding.state.names import named_tables
 from torchrec_hkv.table_names import find_name
 
@@ -52,15 +52,15 @@ def export_rows(
     device = _wire_device()
     for shards in part.rows:
         first = shards[0]
-        held = part.ids(first, batch) if first.is_here else iter(())
+        id_batches = part.ids(first, batch) if first.is_local else iter(())
         while True:
-            given = next(held, None) if first.is_here else None
+            given = next(id_batches, None) if first.is_local else None
             ids = _broadcast_vector(given, first.rank, device, part.group)
             if ids is None:
                 break
             columns = [
                 _broadcast(
-                    part.rows_of(shard, ids) if shard.is_here else None,
+                    part.rows_of(shard, ids) if shard.is_local else None,
                     (ids.numel(), shard.columns),
                     shard.rank,
                     device,
@@ -82,13 +82,13 @@ def export_scores(
     part = _agreed(model, table, batch=batch)
     device = _wire_device()
     for first, *_ in part.rows:
-        held = part.ids(first, batch) if first.is_here else iter(())
+        id_batches = part.ids(first, batch) if first.is_local else iter(())
         while True:
-            given = next(held, None) if first.is_here else None
+            given = next(id_batches, None) if first.is_local else None
             ids = _broadcast_vector(given, first.rank, device, part.group)
             if ids is None:
                 break
-            scores = part.scores_of(first, ids) if first.is_here else None
+            scores = part.scores_of(first, ids) if first.is_local else None
             yield ids, _broadcast_vector(scores, first.rank, device, part.group)
 
 
@@ -126,12 +126,12 @@ def import_rows(
 
     def run() -> int:
         # A rank may hold several shards, but an iterator can be read only once.
-        here = [shard for shards in part.rows for shard in shards if shard.is_here]
+        here = [shard for shards in part.rows for shard in shards if shard.is_local]
         checked = _checked(batches, part, table)
         if not here:
             return sum(0 for _ in checked)  # iterating may be a collective call
-        kept = list(checked) if len(here) > 1 else checked
-        return sum(part.put_rows(shard, kept) for shard in here)
+        stored = list(checked) if len(here) > 1 else checked
+        return sum(part.put_rows(shard, stored) for shard in here)
 
     lost = sum(on_every_rank(run))
     if lost and not allow_loss:
@@ -151,12 +151,12 @@ class _Shard:
     place: TableShard | int
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return self.rank == this_rank()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _TableRows:
     """A table: its shards, by rows and then by columns, and functions for those of this rank."""
 
     rows: Sequence[Sequence[_Shard]]
@@ -168,9 +168,9 @@ class _Part:
     group: dist.ProcessGroup | None = None  # the ranks that hold the shards; None: all
 
 
-def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _Part:
+def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _TableRows:
     """The table of a call. All ranks must pass the same table and arguments."""
-    found: list[_Part] = []
+    found: list[_TableRows] = []
 
     def arguments() -> dict[str, Any]:
         if batch < 1:
@@ -183,30 +183,32 @@ def _agreed(model: nn.Module, table: str, batch: int = BATCH, **same: bool) -> _
     return found[0]
 
 
-def _find(model: nn.Module, table: str) -> tuple[str, _Part]:
-    ours = named_tables(model)
-    with tables_with_files_aside():
+def _find(model: nn.Module, table: str) -> tuple[str, _TableRows]:
+    backend_tables = named_tables(model)
+    with skip_file_tables():
         state = model.state_dict()
     stock = {
         key.removesuffix(".weight"): value
         for key, value in state.items()
         if key.endswith(".weight")
         and isinstance(value, ShardedTensor)
-        and key.removesuffix(".weight") not in ours
+        and key.removesuffix(".weight") not in backend_tables
     }
     replicated = {
         key.removesuffix(".weight")
         for key, value in state.items()
         if key.endswith(".weight") and isinstance(value, DTensor)
     }
-    name = find_name(table, [*ours, *stock, *replicated])
+    name = find_name(table, [*backend_tables, *stock, *replicated])
     if name in replicated:
         raise ValueError(
             f"Table {name!r} is a stock table of a DMPCollection, whose rows can't be read by id: "
             "save it with torchrec_hkv.checkpoint.save and load it into a "
             "DistributedModelParallel, or read them from the state_dict."
         )
-    return name, _of_backend(ours[name]) if name in ours else _of_stock(stock[name])
+    return name, _of_backend(backend_tables[name]) if name in backend_tables else _of_stock(
+        stock[name]
+    )
 
 
 def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
@@ -217,11 +219,11 @@ def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
     return list(rows.values())
 
 
-def _of_backend(found: FoundTable) -> _Part:
+def _of_backend(found: ShardedTable) -> _TableRows:
     lookups, state = found.collection.group_lookups(), found.state
     shards = zip(state.shards, state.ranks, strict=True)
     routes_by_hash = registry.get(found.planned.backend).routes_by_hash(state.shards[0].options)
-    return _Part(
+    return _TableRows(
         _by_rows(
             (shard.row_offset, shard.column_offset, _Shard(rank, shard.dim, shard))
             for shard, rank in shards
@@ -237,7 +239,7 @@ def _of_backend(found: FoundTable) -> _Part:
     )
 
 
-def _of_stock(weight: ShardedTensor) -> _Part:
+def _of_stock(weight: ShardedTensor) -> _TableRows:
     metadata = weight.metadata().shards_metadata
     local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in weight.local_shards()}
 
@@ -263,11 +265,11 @@ def _of_stock(weight: ShardedTensor) -> _Part:
         for index, shard in enumerate(metadata)
         if 0 not in shard.shard_sizes
     )
-    return _Part(shards, weight.size()[0], ids, rows_of, put_rows)
+    return _TableRows(shards, weight.size()[0], ids, rows_of, put_rows)
 
 
 def _checked(
-    batches: Iterable[tuple[Tensor, Tensor]], part: _Part, table: str
+    batches: Iterable[tuple[Tensor, Tensor]], part: _TableRows, table: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     dim = sum(shard.columns for shard in part.rows[0])
     for ids, rows in batches:

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, Placed, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, LoadCounts, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.layers import Layers, saved_shards
 from torchrec_hkv.collective import this_rank
-from torchrec_hkv.sharding.modules.collection import FoundTable
+from torchrec_hkv.sharding.modules.collection import ShardedTable
 from torchrec_hkv.warn import warn
 
 
-def are_untouched(tables: Mapping[str, FoundTable]) -> bool:
+def are_untouched(tables: Mapping[str, ShardedTable]) -> bool:
     """Whether this rank's shards of all tables with files are empty and have not been used."""
     rank = this_rank()
     return all(
@@ -27,7 +27,7 @@ def are_untouched(tables: Mapping[str, FoundTable]) -> bool:
 
 def open_tables(
     layers: Layers,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
 ) -> list[GroupLoad]:
     """Opens the saved tables for each group of tables on this rank.
@@ -66,22 +66,23 @@ class GroupLoad:
     load: TablesLoad
     tables: Mapping[str, str]
 
-    def run(self) -> list[tuple[str, Placed]]:
+    def run(self) -> list[tuple[str, LoadCounts]]:
         """Loads the tables. Returns, for each shard, the full name of its table and the number of
         entries that were loaded and lost."""
         return [(self.tables[key], placed) for key, placed in self.load.run().items()]
 
 
-def warn_of_losses(placed: Mapping[str, Placed]) -> None:
+def warn_of_losses(placed: Mapping[str, LoadCounts]) -> None:
     """Warns once about all entries that found no slot.
 
     Args:
         placed: numbers of entries over all ranks, by the full names of tables.
     """
     parts = [
-        f"{held.lost} of {held.entries} ({100 * held.lost / held.entries:.2f} %) of table {name!r}"
-        for name, held in placed.items()
-        if held.lost
+        f"{result.lost} of {result.entries} ({100 * result.lost / result.entries:.2f} %) of table "
+        f"{name!r}"
+        for name, result in placed.items()
+        if result.lost
     ]
     if parts:
         warn(

@@ -14,7 +14,7 @@ from torchrec_hkv.checkpoint.record import Record, shard_folder
 from torchrec_hkv.collective import this_rank
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.progress import expect
-from torchrec_hkv.sharding.modules.collection import FoundTable
+from torchrec_hkv.sharding.modules.collection import ShardedTable
 
 #: Change trackers of a rank's shards, by the shards' folders in a checkpoint. None for shards of
 #: backends without change trackers.
@@ -23,7 +23,7 @@ Trackers = dict[str, Any]
 
 def save_tables(
     folder: Path,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
     trackers: Trackers | None = None,
 ) -> dict[str, str]:
@@ -44,13 +44,13 @@ def save_tables(
     Raises:
         OSError: writing failed.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         for lookup in _lookups(tables):
-            held.enter_context(lookup.unchanged())
+            locks.enter_context(lookup.unchanged())
         return _save_tables(folder, tables, options, trackers)
 
 
-def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
+def _lookups(tables: Mapping[str, ShardedTable]) -> list[GroupLookup]:
     """The lookups of tables that have files, without duplicates."""
     rank = this_rank()
     lookups: dict[int, GroupLookup] = {}
@@ -66,7 +66,7 @@ def _lookups(tables: Mapping[str, FoundTable]) -> list[GroupLookup]:
 
 def _save_tables(
     folder: Path,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
     trackers: Trackers | None,
 ) -> dict[str, str]:
@@ -96,7 +96,7 @@ def _save_tables(
     return saved
 
 
-def _saved_bytes(tables: Mapping[str, FoundTable], rank: int) -> int:
+def _saved_bytes(tables: Mapping[str, ShardedTable], rank: int) -> int:
     """Bytes of all entries on a rank."""
     return sum(
         table.collection.group_lookups()[shard.key].saved_bytes(shard.key)
@@ -107,10 +107,10 @@ def _saved_bytes(tables: Mapping[str, FoundTable], rank: int) -> int:
     )
 
 
-def see_tables(
+def start_trackers(
     folder: Path,
     record: Record,
-    tables: Mapping[str, FoundTable],
+    tables: Mapping[str, ShardedTable],
     options: FileOptions,
     trackers: Trackers,
 ) -> bool:
@@ -146,7 +146,7 @@ def see_tables(
             if tracker is None:
                 continue
             with lookup.unchanged():
-                if not tracker.see(folder / name, options.states, options.row_dtype):
+                if not tracker.start_from(folder / name, options.states, options.row_dtype):
                     return False
     return True
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import SavedFolder
 from torchrec_hkv.checkpoint.record import TableRecord, TableShardRecord, shard_folder
-from torchrec_hkv.sharding.modules.collection import FoundTable
+from torchrec_hkv.sharding.modules.collection import ShardedTable
 
 
-def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
+def _record_of(table: ShardedTable, shards: Sequence[TableShardRecord] | None) -> TableRecord:
     """The entry of a table in a checkpoint's record; the same on every rank."""
     backend = registry.get(table.planned.backend)
     first = table.state.shards[0]
@@ -20,7 +20,7 @@ def _record_of(table: FoundTable, shards: Sequence[TableShardRecord] | None) -> 
 
 
 def records_of(
-    tables: Mapping[str, FoundTable], saved: Mapping[str, SavedFolder]
+    tables: Mapping[str, ShardedTable], saved: Mapping[str, SavedFolder]
 ) -> dict[str, TableRecord]:
     """The entries of tables in a checkpoint's record.
 
@@ -36,10 +36,10 @@ def records_of(
             for index, shard in enumerate(table.state.shards):
                 name = shard_folder(key, index)
                 columns = (shard.column_offset, shard.column_offset + shard.dim)
-                held = saved[name]
+                folder = saved[name]
                 shards.append(
                     TableShardRecord(
-                        name, table.state.owners(shard), columns, held.entries, held.crc32
+                        name, table.state.owners(shard), columns, folder.entries, folder.crc32
                     )
                 )
         records[key] = _record_of(table, shards)
@@ -47,7 +47,7 @@ def records_of(
 
 
 def check_tables(
-    folder: Path, records: Mapping[str, TableRecord], tables: Mapping[str, FoundTable]
+    folder: Path, records: Mapping[str, TableRecord], tables: Mapping[str, ShardedTable]
 ) -> None:
     """Checks that the tables of a model match those of a checkpoint.
 
@@ -72,11 +72,11 @@ def check_tables(
                 "torchrec_hkv.checkpoint.export_rows and import_rows."
             )
         backend = registry.get(here.backend)
-        for what, own in here.identity.items():
-            if not backend.loads(what, saved.identity.get(what), own):
+        for what, expected in here.identity.items():
+            if not backend.loads(what, saved.identity.get(what), expected):
                 raise ValueError(
                     f"In the checkpoint {folder}, table {key!r} has {what} "
-                    f"{saved.identity.get(what)!r}, but in the model {own!r}."
+                    f"{saved.identity.get(what)!r}, but in the model {expected!r}."
                 )
         if (saved.shards is None) == table.has_files:
             kinds = ["by row number, as in a dense table", "by id"]

@@ -142,7 +142,7 @@ class TensorsLoad:
                 is saved and what is needed, or the file and the impossible value in it.
         """
         with contextlib.ExitStack() as undo:
-            wanted = on_every_rank(lambda: self._check_own(files, undo))
+            wanted = on_every_rank(lambda: self._check_rank(files, undo))
             # Each entry is checked by one rank.
             everybody = sorted({key for keys in wanted for key in keys})
             rank, ranks = 0, 1
@@ -151,16 +151,16 @@ class TensorsLoad:
             on_every_rank(lambda: self._reader.check_tensors(everybody[rank::ranks]))
             undo.pop_all()
 
-    def _check_own(self, files: Mapping[str, FileRecord], undo: contextlib.ExitStack) -> list[str]:
+    def _check_rank(self, files: Mapping[str, FileRecord], undo: contextlib.ExitStack) -> list[str]:
         """Checks what this rank loads. Returns the names of its tensors."""
         metadata = read_metadata(self._folder, files)
         self._reader = CheckedReader(self._folder / TENSORS, metadata)
-        wanted = self._wanted(metadata, "model", self._state["model"])
+        wanted = self._expected(metadata, "model", self._state["model"])
         check_match(self._folder, metadata, wanted)
         if self._optimizer is not None:
             undo.callback(initialise(self._optimizer, set(metadata.state_dict_metadata)))
             self._state.update(optimizer_state(self._optimizer))
-            of_optimizer = self._wanted(metadata, "optimizer", self._state.get("optimizer", {}))
+            of_optimizer = self._expected(metadata, "optimizer", self._state.get("optimizer", {}))
             check_match(self._folder, metadata, of_optimizer)
             wanted |= of_optimizer
         tensors = []
@@ -171,7 +171,9 @@ class TensorsLoad:
                 self._reader.check_value(key, value)
         return tensors
 
-    def _wanted(self, metadata: Metadata, prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _expected(
+        self, metadata: Metadata, prefix: str, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The values to load, by their names in the checkpoint."""
         leaves = flat(prefix, state)
         if self._strict:
@@ -231,22 +233,22 @@ def verify_file(path: Path, record: FileRecord) -> None:
         )
 
 
-def check_match(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
+def check_match(folder: Path, metadata: Metadata, expected: Mapping[str, Any]) -> None:
     """Checks that a folder has all tensors to load, with the same shapes and dtypes.
 
     Raises:
         ValueError: it does not; the message names the tensor, what is saved and what is needed.
     """
     saved = metadata.state_dict_metadata
-    missing = [key for key in wanted if key not in saved]
+    missing = [key for key in expected if key not in saved]
     if missing:
         raise ValueError(
             f"The checkpoint {folder} lacks {len(missing)} of the tensors to load, the first being "
             f"{missing[0]!r}: load it into the model that it was saved from."
         )
     # World sizes are compared first: if they differ, most shapes differ, too.
-    for key in sorted(wanted, key=lambda key: _SHARDS_PATTERN.search(key) is None):
-        entry, value = saved[key], wanted[key]
+    for key in sorted(expected, key=lambda key: _SHARDS_PATTERN.search(key) is None):
+        entry, value = saved[key], expected[key]
         is_tensor = isinstance(entry, TensorStorageMetadata)
         if is_tensor != isinstance(value, torch.Tensor):
             saved_as = "a tensor" if is_tensor else "no tensor"

@@ -11,15 +11,15 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.saved import FileOptions, SavedShard
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify
 from torchrec_hkv.checkpoint.metadata import read_metadata
-from torchrec_hkv.checkpoint.opened import Saved
 from torchrec_hkv.checkpoint.record import Record
+from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 
 #: A file, its size in bytes, and the function that verifies it.
 Job = tuple[Path, int, Callable[[], None]]
 
 
-def verify(saved: Saved, options: FileOptions) -> list[str]:
+def verify(saved: SavedCheckpoint, options: FileOptions) -> list[str]:
     """Reads all files of a folder. Verifies sizes and checksums, that each id occurs once, and that
     it is in one of its own buckets.
 
@@ -43,13 +43,15 @@ def verify(saved: Saved, options: FileOptions) -> list[str]:
         progress.advance(size)
 
     with progress.reported("Verifying", sum(size for _, size, _ in jobs)) as task:
-        threads = ThreadPoolExecutor(options.threads, initializer=progress.adopt, initargs=(task,))
+        threads = ThreadPoolExecutor(
+            options.threads, initializer=progress.use_progress, initargs=(task,)
+        )
         with threads as pool:
             list(pool.map(run, jobs))
     return sorted(damage)
 
 
-def _jobs(saved: Saved, options: FileOptions) -> list[Job]:
+def _jobs(saved: SavedCheckpoint, options: FileOptions) -> list[Job]:
     jobs: list[Job] = []
     for folder, record in saved.layers:
         jobs += _tensor_jobs(folder, record)
@@ -57,8 +59,8 @@ def _jobs(saved: Saved, options: FileOptions) -> list[Job]:
         jobs += _table_jobs(saved.layers, options)
     for table in saved.tables.values() if saved.kind == "table" else ():
         for part in table.parts or ():
-            held = SavedShard(part.folder, part.owners)
-            jobs += [_job(table.backend, held, name, options) for name in part.manifest.files]
+            shard = SavedShard(part.folder, part.owners)
+            jobs += [_job(table.backend, shard, name, options) for name in part.manifest.files]
     return jobs
 
 

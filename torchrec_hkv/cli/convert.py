@@ -103,9 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Converts a folder or a file."""
-    from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+    from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 
-    options = Options(
+    options = ConversionOptions(
         tables=arguments.table,
         renamed=[_pair(text) for text in arguments.rename],
         optimizer=arguments.optimizer,

@@ -36,14 +36,21 @@ def run(arguments: argparse.Namespace) -> Answer:
         pairs = [(first.hash_table(arguments.table), second.hash_table(arguments.table))]
         alone: dict[str, list[str]] = {}
     else:
-        ours = [
+        backend_tables = [
             {name: table for name, table in saved.tables.items() if table.parts is not None}
             for saved in (first, second)
         ]
-        pairs = [(ours[0][name], ours[1][name]) for name in ours[0] if name in ours[1]]
+        pairs = [
+            (backend_tables[0][name], backend_tables[1][name])
+            for name in backend_tables[0]
+            if name in backend_tables[1]
+        ]
         alone = {
-            str(saved.path): [name for name in own if name not in other]
-            for saved, own, other in ((first, *ours), (second, *reversed(ours)))
+            str(saved.path): [name for name in own_tables if name not in other]
+            for saved, own_tables, other in (
+                (first, *backend_tables),
+                (second, *reversed(backend_tables)),
+            )
         }
     if not pairs:
         raise ValueError(f"{first.path} and {second.path} have no hash table in common.")
@@ -73,8 +80,8 @@ def _text(content: dict[str, Any]) -> str:
                 f"  by       {table['norm']:.6g} in all (L2), {100 * table['relative_change']:.3g} "
                 f"% of the rows' norm; a value by {table['largest']:.6g} at most"
             )
-            most = ", ".join(f"{id_} ({norm:.4g})" for id_, norm in table["most"])
-            lines.append(f"  most     {most}")
+            maximum = ", ".join(f"{id_} ({norm:.4g})" for id_, norm in table["most"])
+            lines.append(f"  most     {maximum}")
         states = table["states_changed"]
         if states is not None:
             lines.append(f"  states   of {states:,} ids changed")

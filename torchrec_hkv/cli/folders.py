@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchrec_hkv.cli.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from torchrec_hkv.checkpoint.opened import Saved
+    from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 
 #: Help text for a folder argument.
 FOLDER = "a checkpoint, a DeltaWriter's folder or one of the folders in it, or a saved HashTable"
@@ -35,12 +35,12 @@ def memory(arguments: argparse.Namespace) -> int:
     return parse_bytes("--memory", arguments.memory)
 
 
-def open_folder(path: str) -> Saved:
+def open_folder(path: str) -> SavedCheckpoint:
     """Opens a folder.
 
     Raises:
         ValueError: the folder is not as in :data:`FOLDER`, or is damaged.
     """
-    from torchrec_hkv.checkpoint.opened import Saved
+    from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 
-    return Saved.open(path)
+    return SavedCheckpoint.open(path)

@@ -17,7 +17,7 @@ from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
-    from torchrec_hkv.checkpoint.opened import OpenedTable, Saved
+    from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable, SavedCheckpoint
 
 HELP = "what a checkpoint, a chain of deltas or a saved hash table holds"
 _BAR = 30
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Inspects a folder."""
-    from torchrec_hkv.checkpoint.inspection import bytes_to_look_at, find, look
+    from torchrec_hkv.checkpoint.inspection import bytes_to_inspect, find, inspect_table
     from torchrec_hkv.progress import reported
 
     batch_bytes = memory(arguments)
@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     tables = list(saved.tables.values())
     if arguments.table is not None:
         tables = [saved.table(arguments.table)]
-    ours = [table for table in tables if table.parts is not None]
+    backend_tables = [table for table in tables if table.parts is not None]
     if wanted is not None:
-        found = {table.name: find(table, wanted, batch_bytes) for table in ours}
+        found = {table.name: find(table, wanted, batch_bytes) for table in backend_tables}
         content: dict[str, Any] = {
             "id": wanted,
             "tables": {
@@ -60,15 +60,15 @@ def run(arguments: argparse.Namespace) -> Answer:
         code = 0 if any(entry is not None for entry in found.values()) else 1
         return Answer(_id_text(content), content, code)
     content = _folder(saved)
-    with reported("Inspecting", sum(map(bytes_to_look_at, ours))):
+    with reported("Inspecting", sum(map(bytes_to_inspect, backend_tables))):
         content["tables"] = [
-            look(table, batch_bytes) if table.parts is not None else _by_number(table)
+            inspect_table(table, batch_bytes) if table.parts is not None else _by_number(table)
             for table in tables
         ]
     return Answer(_text(content), content)
 
 
-def _folder(saved: Saved) -> dict[str, Any]:
+def _folder(saved: SavedCheckpoint) -> dict[str, Any]:
     content: dict[str, Any] = {"folder": str(saved.path), "kind": saved.kind}
     if saved.layers:
         folder, record = saved.layers[0]
@@ -157,9 +157,9 @@ def _bars(rows: Sequence[dict[str, int]]) -> list[str]:
         for row in rows
     ]
     width = max(map(len, labels), default=0)
-    most = max((row["entries"] for row in rows), default=1)
+    maximum = max((row["entries"] for row in rows), default=1)
     return [
-        f"    {label:>{width}}  {'#' * round(_BAR * row['entries'] / most):<{_BAR}} "
+        f"    {label:>{width}}  {'#' * round(_BAR * row['entries'] / maximum):<{_BAR}} "
         f"{100 * row['entries'] / total:5.1f} %"
         for label, row in zip(labels, rows, strict=True)
     ]

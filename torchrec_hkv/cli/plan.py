@@ -27,7 +27,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv import HKVOptions
 from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.plan_replay import PlannedReplay, replay_lines
-from torchrec_hkv.cli.planning import MOST_GPUS, Machines, Planning, Table
+from torchrec_hkv.cli.planning import MAX_GPUS, Machines, Planning, TableArgument
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import ParameterConstraints
 from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
@@ -46,7 +46,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
 _DEFAULT_SHARDING = ShardingType.ROW_WISE.value
 # Tables with fewer values take less than 2^60 bytes in float32; planning.py uses 2^60 as unlimited
 # memory.
-_MOST_VALUES = 1 << 58
+_MAX_VALUES = 1 << 58
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,8 +133,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         hbm=parse_bytes("--hbm", arguments.hbm),
         host=parse_bytes("--host", arguments.host),
     )
-    if machines.gpus > MOST_GPUS:
-        raise ValueError(f"--gpus is {machines.gpus}, but must be at most {MOST_GPUS}.")
+    if machines.gpus > MAX_GPUS:
+        raise ValueError(f"--gpus is {machines.gpus}, but must be at most {MAX_GPUS}.")
     constraint, replay = _constraint(arguments), _replay(arguments, names)
     asked = {table.name: table.rows for table in tables}
     planning = Planning(
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(_text(content, shown, machines), content, 0 if fits else 1)
 
 
-def _table(text: str) -> Table:
+def _table(text: str) -> TableArgument:
     parts = text.split(":")
     if len(parts) != 3 or not parts[0]:
         raise ValueError(f"--table is {text!r}, but must be NAME:ROWS:DIM, such as user:1B:64.")
@@ -195,19 +195,19 @@ def _table(text: str) -> Table:
         raise ValueError(f"The name of table {parts[0]!r} has a dot: choose a name without one.")
     rows = parse_count(f"The number of rows of table {parts[0]!r}", parts[1]) if parts[1] else None
     dim = parse_count(f"The dim of table {parts[0]!r}", parts[2])
-    return _checked(Table(parts[0], rows, dim))
+    return _checked(TableArgument(parts[0], rows, dim))
 
 
-def _checked(table: Table) -> Table:
+def _checked(table: TableArgument) -> TableArgument:
     values = (table.rows or 1) * table.dim
-    if values >= _MOST_VALUES:
+    if values >= _MAX_VALUES:
         raise ValueError(
             f"Table {table.name!r} has {values:,} values, but must have fewer than 2^58."
         )
     return table
 
 
-def _with_rows(table: Table, replay: PlannedReplay | None) -> Table:
+def _with_rows(table: TableArgument, replay: PlannedReplay | None) -> TableArgument:
     if table.rows is not None:
         return table
     if replay is None:
@@ -254,18 +254,18 @@ def _constraint(arguments: argparse.Namespace) -> ParameterConstraints:
     )
 
 
-def _sharding_types(backend: str, asked: list[str] | None) -> list[str]:
+def _sharding_types(backend: str, requested: list[str] | None) -> list[str]:
     """The requested sharding types; by default row-wise if the backend supports it."""
     served = served_sharding_types(backend) if backend in registry.names() else _SHARDING_TYPES
-    if asked is None:
+    if requested is None:
         return [_DEFAULT_SHARDING] if _DEFAULT_SHARDING in served else served
-    for sharding_type in asked:
+    for sharding_type in requested:
         if sharding_type not in served:
             raise ValueError(
                 f"--sharding is {sharding_type!r}, but backend {backend!r} is sharded "
                 f"{' or '.join(served)}."
             )
-    return list(dict.fromkeys(asked))
+    return list(dict.fromkeys(requested))
 
 
 def _described(report: TableReport) -> dict[str, Any]:

@@ -22,11 +22,11 @@ from torchrec_hkv.sharding import get_default_sharders
 # Unlimited memory, to find out how much tables that do not fit would take.
 _ENDLESS = 1 << 60
 #: Largest number of GPUs that is planned for.
-MOST_GPUS = 4096
+MAX_GPUS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class TableArgument:
     """A table to plan.
 
     Attributes:
@@ -89,7 +89,7 @@ class Planning:
 
     def __init__(
         self,
-        tables: list[Table],
+        tables: list[TableArgument],
         optimizer: type[torch.optim.Optimizer] | None,
         constraints: dict[str, ParameterConstraints],
         sharding_types: list[str] | None,
@@ -137,7 +137,7 @@ class Planning:
     def enough_gpus(self, machines: Machines) -> int | None:
         """The first power-of-two multiple of the GPUs that fits; None above 4,096."""
         gpus = 2 * machines.gpus
-        while gpus <= MOST_GPUS:
+        while gpus <= MAX_GPUS:
             if self.plan(dataclasses.replace(machines, gpus=gpus)) is not None:
                 return gpus
             gpus *= 2

@@ -180,9 +180,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         replayed_log.write(arguments.out)
     if arguments.plot is not None:
         write_plot(arguments.plot, replayed, target)
-    met = target is None or all(table.meeting(target) for table in replayed.values())
+    target_met = target is None or all(table.meeting(target) for table in replayed.values())
     text = _text(log.name, replayed_log, answers, seconds)
-    return Answer(text, _content(replayed_log, answers), 0 if met else 1)
+    return Answer(text, _content(replayed_log, answers), 0 if target_met else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,18 +282,18 @@ def _table_lines(table: Replayed, is_sampled: bool, target: float | None) -> lis
     )
     if target is None:
         return [*lines, _advice(best, best.knee.rows)]
-    met = table.meeting(target)
-    if not met:
+    best_choice = table.meeting(target)
+    if not best_choice:
         reason = (
             f"with a row for each id {table.unlimited_hit_rate:.2%} hit"
             if table.unlimited_hit_rate < target
             else "try more rows"
         )
         return [*lines, f"Nothing that was tried reaches {target:.2%}: {reason}."]
-    for curve, rows in met:
+    for curve, rows in best_choice:
         about = "at most" if rows == curve.points[0].rows else "about"
         lines.append(f"{target:.2%} need {about} {rows:,} rows with {curve.policy}.")
-    return [*lines, _advice(*met[0])]
+    return [*lines, _advice(*best_choice[0])]
 
 
 def _advice(curve: Curve, rows: int) -> str:

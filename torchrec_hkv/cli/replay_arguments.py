@@ -29,7 +29,7 @@ DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowCounts:
     """A number of rows to try, absolute or as a share of a table's unique ids."""
 
     count: int = 0
@@ -59,7 +59,7 @@ def parse_share(what: str, text: str) -> float:
     return share
 
 
-def parse_rows(text: str) -> list[Rows]:
+def parse_rows(text: str) -> list[RowCounts]:
     """Parses numbers of rows such as ``100k,1M`` or ``10%,25%``, or both.
 
     Raises:
@@ -68,9 +68,9 @@ def parse_rows(text: str) -> list[Rows]:
     rows = []
     for part in text.split(","):
         if part.endswith("%"):
-            rows.append(Rows(share=parse_share("--rows", part)))
+            rows.append(RowCounts(share=parse_share("--rows", part)))
         else:
-            rows.append(Rows(count=parse_count("--rows", part)))
+            rows.append(RowCounts(count=parse_count("--rows", part)))
     return rows
 
 

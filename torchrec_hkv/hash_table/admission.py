@@ -125,7 +125,9 @@ def admission_bytes(admission: Admission | None) -> int:
     return _C.admission_bytes(admission_config(admission))
 
 
-def _check_int(what: str, value: object, least: int, most: int) -> None:
+def _check_int(what: str, value: object, minimum: int, maximum: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or not least <= value <= most:
-        raise ValueError(f"{what} is {value!r}, but must be an integer from {least} to {most}.")
+    if not is_int or not minimum <= value <= maximum:
+        raise ValueError(
+            f"{what} is {value!r}, but must be an integer from {minimum} to {maximum}."
+        )

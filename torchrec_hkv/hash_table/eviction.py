@@ -112,9 +112,9 @@ def counts_in(scores: Tensor, name: str) -> Tensor:
     return scores & 0xFFFFFFFF if name == "epoch_lfu" else scores
 
 
-def reads_files_of(own: str, saved: str) -> bool:
-    """Whether a table with the policy ``own`` can load files of one with the policy ``saved``.
+def can_load_policy(policy: str, saved_policy: str) -> bool:
+    """Whether a table with ``policy`` can load files of one with ``saved_policy``.
 
     If the saved table has no counts, each id gets the count 1.
     """
-    return own == saved or (own in _CONVERTIBLE and saved in _CONVERTIBLE)
+    return policy == saved_policy or (policy in _CONVERTIBLE and saved_policy in _CONVERTIBLE)

@@ -146,11 +146,11 @@ class HashTable(SavedTable, TableSelection):
         self._make(spec, state_dim, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
         with self._group.unchanged():
-            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __copy__(self) -> HashTable:
         raise TypeError(

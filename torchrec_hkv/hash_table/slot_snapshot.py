@@ -21,24 +21,24 @@ _IS_THERE, _WAS_THERE, _IS_TOUCHED = 1, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class SnapshotDifference:
     """The differences in a range of slots; tensors are on the table's device.
 
     Attributes:
         slots: int64, ascending: slots whose entries changed or are new.
         ids: int64, the ids in these slots.
         touched: bool, whether the entry was looked up or changed, and did not just move.
-        stayed: bool, whether the slot held the same id before.
-        gone_slots: int64, ascending: slots that held another id before.
-        gone_ids: int64, the ids that they held. An id may be in another slot now.
+        same_id: bool, whether the slot held the same id before.
+        vacated_slots: int64, ascending: slots that held another id before.
+        previous_ids: int64, the ids that they held. An id may be in another slot now.
     """
 
     slots: Tensor
     ids: Tensor
     touched: Tensor
-    stayed: Tensor
-    gone_slots: Tensor
-    gone_ids: Tensor
+    same_id: Tensor
+    vacated_slots: Tensor
+    previous_ids: Tensor
 
 
 class SlotSnapshot:
@@ -86,22 +86,22 @@ class SlotSnapshot:
             batch: number of slots to read at a time.
         """
         self.resize(keep=False)
-        for own in self._ranges(batch, _CPU_SLOTS):
-            slots = torch.arange(own.start, own.stop, device=self._group.device)
+        for span in self._ranges(batch, _CPU_SLOTS):
+            slots = torch.arange(span.start, span.stop, device=self._group.device)
             was = torch.zeros(len(slots), dtype=torch.bool, device=self._group.device)
-            self.ids[own], _ = self._group.ids_and_steps(self._table, slots)
-            there, _, _ = self._changes(own.start, was, None, 0, moved=False)
-            self.occupied[own] = False
+            self.ids[span], _ = self._group.ids_and_steps(self._table, slots)
+            there, _, _ = self._changes(span.start, was, None, 0, moved=False)
+            self.occupied[span] = False
             self.occupied[there.cpu()] = True
-        self.know_moves()
+        self.acknowledge_moves()
 
-    def know_moves(self) -> None:
+    def acknowledge_moves(self) -> None:
         """Marks all moves and removals of entries so far as included in the snapshot."""
         self._moves, self._removals = self._group.moves, self._group.removals
 
     def compare(
         self, since: int, batch: int, changed: Tensor | None = None
-    ) -> Iterator[Difference]:
+    ) -> Iterator[SnapshotDifference]:
         """Compares the snapshot with the current contents, and stores these.
 
         One pass reads last steps, and digests only if slots may have been freed. Ids are compared
@@ -120,9 +120,9 @@ class SlotSnapshot:
         if changed is not None and changed.numel():
             marked = torch.zeros(len(self.ids), dtype=torch.bool)
             marked[changed] = True
-        for own in self._ranges(batch, batch):
-            its_marks = marked[own] if len(marked) else None
-            found = self._difference(own, since, its_marks, moved, freed)
+        for span in self._ranges(batch, batch):
+            span_marked = marked[span] if len(marked) else None
+            found = self._difference(span, since, span_marked, moved, freed)
             if self._group.device.type == "cuda":
                 # The GPU writes to the snapshot, and the host may read it after the yield.
                 torch.cuda.current_stream(self._group.device).synchronize()
@@ -130,27 +130,29 @@ class SlotSnapshot:
         self._moves, self._removals = moves, removals
 
     def _difference(
-        self, own: slice, since: int, marked: Tensor | None, moved: bool, freed: bool
-    ) -> Difference:
+        self, span: slice, since: int, marked: Tensor | None, moved: bool, freed: bool
+    ) -> SnapshotDifference:
         group, device = self._group, self._group.device
         if device.type == "cpu":
-            place = (group.counter_tensor, group.handle, self._table, own.start)
-            held = (self.ids[own], self.occupied[own])
-            return Difference(*_ops.compare_slots(*place, *held, marked, since, moved, freed))
-        was = self.occupied[own].to(device, non_blocking=True)
+            place = (group.counter_tensor, group.handle, self._table, span.start)
+            contents = (self.ids[span], self.occupied[span])
+            return SnapshotDifference(
+                *_ops.compare_slots(*place, *contents, marked, since, moved, freed)
+            )
+        was = self.occupied[span].to(device, non_blocking=True)
         if marked is not None:
             marked = marked.to(device)
-        slots, bits, ids = self._changes(own.start, was, marked, since, moved)
+        slots, bits, ids = self._changes(span.start, was, marked, since, moved)
         is_there, was_there = (bits & _IS_THERE).bool(), (bits & _WAS_THERE).bool()
         before = _ops.exchange_contents(self.ids, self.occupied, slots, ids, is_there)
         touched = (bits & _IS_TOUCHED).bool()
         other = (is_there != was_there) | (ids != before)
         if not moved and not other.any():  # listed entries were looked up
             nothing = slots[:0]
-            return Difference(slots, ids, touched, touched, nothing, nothing)
-        now, gone = is_there & (touched | other), was_there & other
-        return Difference(
-            slots[now], ids[now], touched[now], ~other[now], slots[gone], before[gone]
+            return SnapshotDifference(slots, ids, touched, touched, nothing, nothing)
+        now, vacated = is_there & (touched | other), was_there & other
+        return SnapshotDifference(
+            slots[now], ids[now], touched[now], ~other[now], slots[vacated], before[vacated]
         )
 
     def _changes(
@@ -160,7 +162,7 @@ class SlotSnapshot:
         place = (group.counter_tensor, group.handle, self._table, first)
         return _ops.slot_changes(*place, was, marked, since, moved)
 
-    def note(self, slots: Tensor, ids: Tensor | None) -> None:
+    def update(self, slots: Tensor, ids: Tensor | None) -> None:
         """Stores new contents of some slots.
 
         Args:

@@ -78,9 +78,9 @@ def check_integer(where: str, name: str, value: object, *, or_none: bool = False
 
 
 def check_range(
-    where: str, name: str, value: object, least: int, most: int, *, or_none: bool = False
+    where: str, name: str, value: object, minimum: int, maximum: int, *, or_none: bool = False
 ) -> None:
-    """Checks that ``value`` is an integer from ``least`` to ``most``.
+    """Checks that ``value`` is an integer from ``minimum`` to ``maximum``.
 
     Raises:
         ValueError: it is not; the message starts with ``where``.
@@ -88,8 +88,8 @@ def check_range(
     if value is None and or_none:
         return
     is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or not least <= value <= most:
-        allowed = f"an integer from {bound(least)} to {bound(most)}"
+    if not is_int or not minimum <= value <= maximum:
+        allowed = f"an integer from {bound(minimum)} to {bound(maximum)}"
         allowed += ", or None" if or_none else ""
         raise ValueError(f"{where}: {name} is {value!r}, but must be {allowed}.")
 

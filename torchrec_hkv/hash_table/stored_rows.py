@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 _SCALE_BYTES = 4
-_LEAST = 2.0**-100  # a row with only smaller values is stored as zeros
-_MOST = 2.0**127  # larger values are stored as this
+_MIN = 2.0**-100  # a row with only smaller values is stored as zeros
+_MAX = 2.0**127  # larger values are stored as this
 
 
 def stored_row_bytes(dim: int, element_bytes: int) -> int:
@@ -64,12 +64,12 @@ def stored_as(rows: Tensor, dtype: torch.dtype) -> Tensor:
         return rows.to(dtype)
     rows = rows.float()
     largest = rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
-    is_number, is_zero = largest.isfinite(), largest < _LEAST
-    largest = largest.clamp(max=_MOST)
+    is_number, is_zero = largest.isfinite(), largest < _MIN
+    largest = largest.clamp(max=_MAX)
     # torch divides tensors as int8_scale does, but may multiply by a number's reciprocal.
-    most = torch.full_like(largest, 127)
-    scales = torch.where(is_number, torch.where(is_zero, 0.0, largest / most), torch.nan)
-    inverse = torch.where(is_number & ~is_zero, most / largest, 0.0)
+    maximum = torch.full_like(largest, 127)
+    scales = torch.where(is_number, torch.where(is_zero, 0.0, largest / maximum), torch.nan)
+    inverse = torch.where(is_number & ~is_zero, maximum / largest, 0.0)
     codes = (rows * inverse[:, None]).nan_to_num_().clamp_(-127, 127).round_()
     return join_int8(torch.where(is_number[:, None], codes, 0).to(torch.int8), scales)
 

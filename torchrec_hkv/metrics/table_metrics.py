@@ -95,7 +95,7 @@ class TableMetrics:
         if not self.miniature_lookups:
             return {}
         hits = {c: getattr(self, f"miniature_hits_{c:g}") for c in MINIATURE_CS}
-        return {c: its / self.miniature_lookups for c, its in hits.items()}
+        return {c: count / self.miniature_lookups for c, count in hits.items()}
 
     def __add__(self, other: TableMetrics) -> TableMetrics:
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)

@@ -46,7 +46,7 @@ class TensorBoard:
     ) -> None:
         if (log_dir is None) == (writer is None):
             raise ValueError("TensorBoard needs a log_dir or a writer: give exactly one of them.")
-        self._own = writer is None
+        self._owns_writer = writer is None
         if writer is None:
             writer = summary_writer_class()(str(log_dir))
         self.writer: Writer = writer
@@ -85,7 +85,7 @@ class TensorBoard:
 
     def close(self) -> None:
         """Flushes and closes a writer that this object created."""
-        if self._own:
+        if self._owns_writer:
             self.writer.close()
 
 

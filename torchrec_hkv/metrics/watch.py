@@ -77,8 +77,8 @@ class Watch:
         self._reader = _Reader(source, group)
         self._steps = 0
         # Step at which the last reading was started.
-        self._begun = 0
-        self._open: list[_Reading] = []
+        self._last_begun_step = 0
+        self._open: list[_PendingMetrics] = []
         #: The last completed reading; empty before the first.
         self.latest: Metrics = {}
 
@@ -90,41 +90,41 @@ class Watch:
             self.close()
         else:
             # Do not start a reading: other ranks may not take part, and it would block.
-            self._hand_on_done()
+            self._report_finished()
 
     def step(self) -> None:
         """Counts a step. Starts a reading if due, and passes completed readings to the sinks."""
         self._steps += 1
         if self._steps % self._every == 0:
             self._begin()
-        self._hand_on_done()
+        self._report_finished()
 
     def close(self) -> None:
         """Starts a reading of the last step, waits for all readings and passes them to the sinks.
         Further calls do nothing."""
-        if self._steps > self._begun:
+        if self._steps > self._last_begun_step:
             self._begin()
         while self._open:
             reading = self._open.pop(0)
             reading.wait()
-            self._hand_on(reading)
+            self._report(reading)
 
     def _begin(self) -> None:
         self._open.append(self._reader.begin(self._steps))
-        self._begun = self._steps
+        self._last_begun_step = self._steps
 
-    def _hand_on_done(self) -> None:
+    def _report_finished(self) -> None:
         while self._open and self._open[0].is_done():
-            self._hand_on(self._open.pop(0))
+            self._report(self._open.pop(0))
 
-    def _hand_on(self, reading: _Reading) -> None:
-        self.latest = reading.metrics()
+    def _report(self, pending: _PendingMetrics) -> None:
+        self.latest = pending.metrics()
         for sink in self._sinks:
-            sink(reading.step, self.latest)
+            sink(pending.step, self.latest)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
+class _PendingMetrics:
     """Metrics that are being copied to the host."""
 
     step: int
@@ -154,17 +154,17 @@ class _Reader:
     def __init__(self, source: Source, group: dist.ProcessGroup | None) -> None:
         self._probes = probes_of(source)
         self._group = group
-        mine = [name for probe in self._probes for name in probe.names]
-        names = [mine]
+        local_names = [name for probe in self._probes for name in probe.names]
+        names = [local_names]
         if group is not None:
             names = [[] for _ in range(group.size())]
-            dist.all_gather_object(names, mine, group=group)
+            dist.all_gather_object(names, local_names, group=group)
         self._names = tuple(dict.fromkeys(name for each in names for name in each))
-        self._rows = [self._names.index(name) for name in mine]
+        self._rows = [self._names.index(name) for name in local_names]
         if not self._names:
             raise ValueError("There are no tables of this package to watch.")
 
-    def begin(self, step: int) -> _Reading:
+    def begin(self, step: int) -> _PendingMetrics:
         """Starts the reading of a step."""
         parts = [probe.counts() for probe in self._probes]
         device = parts[0].device if parts else self._backend_device()
@@ -182,12 +182,12 @@ class _Reader:
         if self._group is not None:
             dist.all_reduce(on_device, group=self._group)
         if device.type != "cuda":
-            return _Reading(step, self._names, on_device, None)
+            return _PendingMetrics(step, self._names, on_device, None)
         result = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=True)
         result.copy_(on_device, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return _Reading(step, self._names, result, event)
+        return _PendingMetrics(step, self._names, result, event)
 
     def _backend_device(self) -> torch.device:
         """The device for collectives on a rank without tables."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.devices import known_device
+from torchrec_hkv.devices import checked_device
 from torchrec_hkv.hash_table import EvictionPolicy
 
 
@@ -80,10 +80,12 @@ def check_rate(name: str, value: object, *, or_tensor: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}, but must be a finite number, not negative.")
 
 
-def check_int(name: str, value: object, least: int, most: int) -> None:
-    """Raises ValueError if a value is not an integer from ``least`` to ``most``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}, but must be an integer from {least} to {most}.")
+def check_int(name: str, value: object, minimum: int, maximum: int) -> None:
+    """Raises ValueError if a value is not an integer from ``minimum`` to ``maximum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise ValueError(
+            f"{name} is {value!r}, but must be an integer from {minimum} to {maximum}."
+        )
 
 
 def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -99,4 +101,4 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
     """The device of tables; by default a GPU, if there is one and kernels for it are built."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() and _C.has_cuda else "cpu"
-    return known_device(device)
+    return checked_device(device)

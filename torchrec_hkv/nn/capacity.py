@@ -98,7 +98,7 @@ class TableShape:
         """Limit of one table's GPU memory in bytes; None for no limit."""
         return self.limits.hbm_bytes(self.memory(capacity), self.state_width)
 
-    def most_rows(self, capacity: int, hbm_free: int, host_free: int) -> int:
+    def max_rows(self, capacity: int, hbm_free: int, host_free: int) -> int:
         """Number of rows that each table can hold, at most ``capacity``; 0 if not even one fits.
 
         Args:

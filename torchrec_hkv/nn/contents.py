@@ -16,7 +16,7 @@ _BATCH = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
-class Contents:
+class TableContents:
     """Entries of one table in slot order.
 
     Attributes:
@@ -33,13 +33,13 @@ class Contents:
     scores: Tensor
     states: Tensor
 
-    def split(self, size: int) -> Iterator[Contents]:
+    def split(self, size: int) -> Iterator[TableContents]:
         """Splits the entries into parts of at most ``size``."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         for first in range(0, len(self.ids), size):
-            yield Contents(*(t[first : first + size] if len(t) else t for t in fields))
+            yield TableContents(*(t[first : first + size] if len(t) else t for t in fields))
 
-    def with_states(self, ids: Tensor, states: Tensor) -> Contents:
+    def with_states(self, ids: Tensor, states: Tensor) -> TableContents:
         """The same entries with new optimizer states; zeros for ids that are not in ``ids``.
 
         Args:
@@ -52,25 +52,25 @@ class Contents:
         return dataclasses.replace(self, states=taken)
 
 
-def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def positions(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Finds ids in a list of ids.
 
     Args:
         ids: int64 ``[m]``, unique.
-        wanted: int64 ``[n]``, the ids to find.
+        queries: int64 ``[n]``, the ids to find.
 
     Returns:
         Whether each wanted id was found, bool ``[n]``, and its position, int64 ``[n]``; positions
         of ids that were not found are undefined.
     """
     if ids.numel() == 0:
-        return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
+        return torch.zeros_like(queries, dtype=torch.bool), torch.zeros_like(queries)
     ordered, order = ids.sort()
-    at = torch.searchsorted(ordered, wanted).clamp(max=len(ids) - 1)
-    return ordered[at] == wanted, order[at]
+    at = torch.searchsorted(ordered, queries).clamp(max=len(ids) - 1)
+    return ordered[at] == queries, order[at]
 
 
-def take(group: TableGroup, table: int) -> Contents:
+def take(group: TableGroup, table: int) -> TableContents:
     """A consistent copy of a table's contents. Synchronizes with the device."""
     with group.unchanged():
         slots = group.select_slots(table)
@@ -78,10 +78,10 @@ def take(group: TableGroup, table: int) -> Contents:
             [tensor.cpu() for tensor in _ops.read_slots(group.handle, table, part)]
             for part in (slots.split(_BATCH) if slots.numel() else (slots,))
         ]
-    return Contents(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return TableContents(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def put(group: TableGroup, table: int, contents: Contents) -> None:
+def put(group: TableGroup, table: int, contents: TableContents) -> None:
     """Inserts entries into a table that holds none of their ids.
 
     The group's clock must not be before the entries' last steps.
@@ -105,7 +105,7 @@ def put(group: TableGroup, table: int, contents: Contents) -> None:
     group.fill_frames(table)
 
 
-def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:
+def _put_part(group: TableGroup, table: int, part: TableContents, width: int) -> int:
     """Inserts entries; returns how many found no slot."""
     states = part.states
     if states.shape[1] != width:

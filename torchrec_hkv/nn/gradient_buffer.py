@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table import TableGroup
-from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, slots_at_present
+from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, current_slots
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    round: PendingGradient
+class _BufferedGradient:
+    pending: PendingGradient
     sizes: tuple[int, ...]  # ids of each table
     task: int | None  # id of the autograd graph task; None for a sum of several
 
     @property
     def bytes(self) -> int:
-        held = self.round
-        return sum(t.nbytes for t in (held.grad, held.ids, held.offsets, held.slots))
+        pending = self.pending
+        return sum(t.nbytes for t in (pending.grad, pending.ids, pending.offsets, pending.slots))
 
 
 class GradientBuffer:
@@ -41,15 +41,15 @@ class GradientBuffer:
         self.limit = limit
         self._group = group
         self._dim = dim
-        self._held: list[_Held] = []
+        self._buffered: list[_BufferedGradient] = []
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._buffered)
 
     @property
     def bytes(self) -> int:
         """Bytes of the stored gradients."""
-        return sum(held.bytes for held in self._held)
+        return sum(gradient.bytes for gradient in self._buffered)
 
     def add(self, backward: PendingGradient, sizes: tuple[int, ...], task: int) -> None:
         """Stores a gradient.
@@ -63,52 +63,54 @@ class GradientBuffer:
         Raises:
             RuntimeError: the buffer is full. The gradients stored before are kept.
         """
-        held = [*self._held, _Held(backward, sizes, task)]
-        if sum(each.bytes for each in held) > self.limit:
-            held = [self._added_up(held)]
-            if held[0].bytes > self.limit:
+        buffered = [*self._buffered, _BufferedGradient(backward, sizes, task)]
+        if sum(each.bytes for each in buffered) > self.limit:
+            buffered = [self._summed(buffered)]
+            if buffered[0].bytes > self.limit:
                 raise RuntimeError(
-                    f"The gradients since the last step take {held[0].bytes / 2**30:.3g} GiB, but "
-                    f"grad_buffer_hbm_gb is {self.limit / 2**30:.3g}: call step() of an HKV "
+                    f"The gradients since the last step take {buffered[0].bytes / 2**30:.3g} GiB, "
+                    f"but grad_buffer_hbm_gb is {self.limit / 2**30:.3g}: call step() of an HKV "
                     "optimizer over this embedding more often, or give it a larger buffer."
                 )
-        self._held = held
+        self._buffered = buffered
 
     def scale(self, factor: Tensor) -> None:
         """Multiplies all stored gradients by a factor."""
-        for held in self._held:
-            held.round.grad.mul_(factor)
+        for gradient in self._buffered:
+            gradient.pending.grad.mul_(factor)
 
     def finite(self) -> Tensor:
         """Whether all stored values are finite, bool ``[]`` on the device."""
-        return torch.stack([held.round.grad.isfinite().all() for held in self._held]).all()
+        return torch.stack(
+            [gradient.pending.grad.isfinite().all() for gradient in self._buffered]
+        ).all()
 
     def take(self) -> list[PendingGradient]:
         """Removes and returns all stored gradients, with current slots."""
-        held, self._held = self._held, []
-        return [self._present(each.round) for each in held]
+        buffered, self._buffered = self._buffered, []
+        return [self._with_current_slots(each.pending) for each in buffered]
 
     def drop_tasks(self, tasks: set[int]) -> None:
         """Drops gradients of some autograd graph tasks, unless they are part of a sum."""
-        self._held = [held for held in self._held if held.task not in tasks]
+        self._buffered = [gradient for gradient in self._buffered if gradient.task not in tasks]
 
     def drop(self) -> None:
         """Drops all gradients."""
-        self._held = []
+        self._buffered = []
 
-    def _present(self, held: PendingGradient) -> PendingGradient:
-        args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size)
-        slots, growths = slots_at_present(self._group, *args)
-        return dataclasses.replace(held, slots=slots, growths=growths)
+    def _with_current_slots(self, pending: PendingGradient) -> PendingGradient:
+        args = (pending.slots, pending.growths, pending.ids, pending.offsets, pending.batch_size)
+        slots, growths = current_slots(self._group, *args)
+        return dataclasses.replace(pending, slots=slots, growths=growths)
 
-    def _added_up(self, all_held: Sequence[_Held]) -> _Held:
+    def _summed(self, all_buffered: Sequence[_BufferedGradient]) -> _BufferedGradient:
         """Sums several gradients into one."""
-        rounds = [self._present(held.round) for held in all_held]
-        tables = torch.cat([_tables(held) for held in all_held])
-        grads = torch.cat([self._by_id(held) for held in all_held])
+        rounds = [self._with_current_slots(gradient.pending) for gradient in all_buffered]
+        tables = torch.cat([_tables(gradient) for gradient in all_buffered])
+        grads = torch.cat([self._by_id(gradient) for gradient in all_buffered])
         ids, slots = (torch.cat([getattr(r, name) for r in rounds]) for name in ("ids", "slots"))
-        kept = slots >= 0
-        ids, slots, tables, grads = (t[kept] for t in (ids, slots, tables, grads))
+        present = slots >= 0
+        ids, slots, tables, grads = (t[present] for t in (ids, slots, tables, grads))
         # Slots are numbered consecutively over the tables, so sorted slots are sorted by table.
         distinct, where = slots.unique(return_inverse=True)
         positions = torch.arange(len(ids), device=ids.device)
@@ -129,20 +131,20 @@ class GradientBuffer:
             growths=rounds[0].growths,
             batch_size=batch_size,
             mean=False,
-            pin=tuple(held.pin for held in rounds),
+            pin=tuple(gradient.pin for gradient in rounds),
         )
-        return _Held(summed, sizes, None)
+        return _BufferedGradient(summed, sizes, None)
 
-    def _by_id(self, held: _Held) -> Tensor:
+    def _by_id(self, gradient: _BufferedGradient) -> Tensor:
         """Gradients in the order of the ids, ``[n, dim]``."""
-        grad = held.round.grad.view(-1, len(held.sizes), self._dim)
-        return torch.cat([grad[:size, table] for table, size in enumerate(held.sizes)])
+        grad = gradient.pending.grad.view(-1, len(gradient.sizes), self._dim)
+        return torch.cat([grad[:size, table] for table, size in enumerate(gradient.sizes)])
 
 
-def _tables(held: _Held) -> Tensor:
+def _tables(gradient: _BufferedGradient) -> Tensor:
     """The table of each id."""
-    sizes = torch.tensor(held.sizes)
-    return torch.arange(len(sizes)).repeat_interleave(sizes).to(held.round.ids.device)
+    sizes = torch.tensor(gradient.sizes)
+    return torch.arange(len(sizes)).repeat_interleave(sizes).to(gradient.pending.ids.device)
 
 
 def bag_offsets(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -54,7 +54,7 @@ class SlotLookup:
     interval: PinScope | None
 
 
-class Lookup(torch.autograd.Function):
+class LookupFunction(torch.autograd.Function):
     """Looks up rows. The backward passes the gradient to the tables, which store it until a
     step."""
 

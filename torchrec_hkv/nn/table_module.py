@@ -26,7 +26,7 @@ from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.module_state import load_state, saved_names, saved_state
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.table_plan import checked_plan
-from torchrec_hkv.nn.tables import Progress, Tables
+from torchrec_hkv.nn.tables import EvictionState, Tables
 
 _INSTEAD_OF_REPLICAS = (
     "shard tables with DistributedModelParallel and the backend 'hkv', or keep this embedding "
@@ -158,7 +158,8 @@ class TableModule(nn.Module):
         )
         # Removes the old optimizer first, so that states start from zeros even if both are equal.
         stateless = [
-            dataclasses.replace(held, states=held.states[:, :0]) for held in self._tables.contents()
+            dataclasses.replace(contents, states=contents.states[:, :0])
+            for contents in self._tables.contents()
         ]
         plan = dataclasses.replace(plan, optimizer=optimizer, limits=limits)
         self._tables.check_no_gradients()
@@ -205,8 +206,8 @@ class TableModule(nn.Module):
         """For each table ``ids``, ``states`` and ``step``; see ``RowOptimizer.state_dict``."""
         steps = self._tables.group.optimizer_steps.cpu()
         return [
-            {"ids": held.ids, "states": held.states, "step": step}
-            for held, step in zip(self._tables.contents(), steps, strict=True)
+            {"ids": contents.ids, "states": contents.states, "step": step}
+            for contents, step in zip(self._tables.contents(), steps, strict=True)
         ]
 
     def check_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
@@ -215,12 +216,12 @@ class TableModule(nn.Module):
         if len(states) != len(names):
             raise ValueError(f"The states are of {len(states)} tables, but there are {len(names)}.")
         width = self._tables.plan.optimizer.state_width(self.embedding_dim)
-        for name, state, held in zip(names, states, self._tables.contents(), strict=True):
+        for name, state, contents in zip(names, states, self._tables.contents(), strict=True):
             n = state["ids"].numel()
             check_tensor("ids", state["ids"], torch.int64, (n,))
             check_tensor("states", state["states"], torch.float32, (n, width))
             check_tensor("step", state["step"], torch.int64, ())
-            missing = n - int(positions(held.ids, state["ids"].cpu())[0].sum())
+            missing = n - int(positions(contents.ids, state["ids"].cpu())[0].sum())
             if missing:
                 raise ValueError(
                     f"The state_dict has states of {missing} ids that {name!r} does not hold: load "
@@ -229,12 +230,12 @@ class TableModule(nn.Module):
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Tensor]]) -> None:
         """Sets the states of rows; zeros for rows without states in ``states``."""
-        held = [
+        contents = [
             table.with_states(state["ids"].cpu(), state["states"].cpu())
             for table, state in zip(self._tables.contents(), states, strict=True)
         ]
         steps = torch.stack([state["step"] for state in states])
-        self._tables.replace(self._tables.plan, held, steps=steps)
+        self._tables.replace(self._tables.plan, contents, steps=steps)
 
     # -- properties -------------------------------------------------------------------------------
 
@@ -337,7 +338,7 @@ class TableModule(nn.Module):
         state["_saved"] = (
             self._tables.plan,
             self._tables.contents(),
-            Progress.of(group),
+            EvictionState.read(group),
             steps,
         )
         state["_saved_training"] = (self._tables.is_trained, self.anchor.requires_grad)
@@ -345,14 +346,14 @@ class TableModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        plan, held, progress, steps = state.pop("_saved")
+        plan, contents, progress, steps = state.pop("_saved")
         is_trained, requires_grad = state.pop("_saved_training")
         super().__setstate__(state)
         if plan.device.type == "cuda" and not torch.cuda.is_available():
             plan = dataclasses.replace(plan, device=torch.device("cpu"))
         self.anchor = nn.Parameter(torch.zeros(1, device=plan.device))
         self._tables = Tables(plan, Marker(self.anchor))
-        self._tables.replace(plan, held, progress, steps)
+        self._tables.replace(plan, contents, progress, steps)
         self._tables.is_trained = is_trained
         self.anchor.requires_grad_(requires_grad)
 

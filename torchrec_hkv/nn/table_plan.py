@@ -26,11 +26,11 @@ from torchrec_hkv.nn.warn import warn
 _INITIAL_CAPACITY = 1 << 16
 _MAX_DIM = 2048
 #: Upper bound on rows in estimates of memory, more than any device holds.
-_MOST_ROWS = 1 << 58
+_MAX_ROWS = 1 << 58
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TablePlan:
     """The properties of a module's tables.
 
     Attributes:
@@ -77,7 +77,7 @@ def checked_plan(
     seed: int | None,
     device: torch.device | str | None,
     remember_evicted: int | None,
-) -> Plan:
+) -> TablePlan:
     """Checks the arguments of a module and makes its plan, with SGD as optimizer.
 
     Args:
@@ -88,7 +88,7 @@ def checked_plan(
         ValueError: an argument has an invalid value.
     """
     check_int("embedding_dim", embedding_dim, 1, _MAX_DIM)
-    check_int("max_capacity", max_capacity, 1, _MOST_ROWS)
+    check_int("max_capacity", max_capacity, 1, _MAX_ROWS)
     if init_capacity is None:
         init_capacity = min(max_capacity, _INITIAL_CAPACITY)
     check_int("init_capacity", init_capacity, 1, max_capacity)
@@ -107,7 +107,7 @@ def checked_plan(
     if grad_buffer_hbm_gb is None:
         raise ValueError("grad_buffer_hbm_gb is None, but must be a positive number of GiB.")
     limit = gib_to_bytes("grad_buffer_hbm_gb", grad_buffer_hbm_gb)
-    return Plan(
+    return TablePlan(
         names=tuple(names),
         dim=embedding_dim,
         max_capacity=max_capacity,
@@ -123,7 +123,7 @@ def checked_plan(
     )
 
 
-def make_group(plan: Plan) -> tuple[TableGroup, int]:
+def make_group(plan: TablePlan) -> tuple[TableGroup, int]:
     """Makes a group; returns it with the capacity of its tables.
 
     Raises:
@@ -140,7 +140,7 @@ def make_group(plan: Plan) -> tuple[TableGroup, int]:
         plan.initial_capacity,
         plan.remember_evicted,
     )
-    capacity = shape.most_rows(plan.max_capacity, *free_memory(plan.device))
+    capacity = shape.max_rows(plan.max_capacity, *free_memory(plan.device))
     what = "this table" if len(plan.names) == 1 else f"each of these {len(plan.names)} tables"
     if capacity < plan.initial_capacity:
         raise ValueError(

@@ -12,22 +12,22 @@ from torch import Tensor
 from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, as_one_batch
 from torchrec_hkv.nn import contents
-from torchrec_hkv.nn.contents import Contents
+from torchrec_hkv.nn.contents import TableContents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
-from torchrec_hkv.nn.lookup import Lookup, PinScope, SlotLookup
+from torchrec_hkv.nn.lookup import LookupFunction, PinScope, SlotLookup
 from torchrec_hkv.nn.marker import Marker, graph_task
-from torchrec_hkv.nn.table_plan import Plan, make_group
+from torchrec_hkv.nn.table_plan import TablePlan, make_group
 from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
 # Number of batch shapes whose offsets are cached.
-_KEPT_OFFSETS = 4
+_CACHED_OFFSETS = 4
 # Number of growths that marks slots as outdated: they are found again when they are needed.
-_LOOK_AGAIN = -1
+_OUTDATED = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class EvictionState:
     """Clock, epoch and aging of tables.
 
     Attributes:
@@ -41,12 +41,12 @@ class Progress:
     aging: tuple[tuple[float, float, float] | None, ...]
 
     @classmethod
-    def of(cls, group: TableGroup) -> Progress:
+    def read(cls, group: TableGroup) -> EvictionState:
         """Reads the progress of a group. Synchronizes with the device."""
         aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
         return cls(group.clock, group.epoch, aging)
 
-    def give(self, group: TableGroup) -> None:
+    def restore(self, group: TableGroup) -> None:
         """Sets the progress of a group."""
         group.set_clock(self.clock)
         group.set_epoch(self.epoch)
@@ -66,7 +66,7 @@ class Tables:
         ValueError: not even the initial capacity fits in memory, or the group refuses an argument.
     """
 
-    def __init__(self, plan: Plan, marker: Marker) -> None:
+    def __init__(self, plan: TablePlan, marker: Marker) -> None:
         self.marker = marker
         #: Whether an optimizer of this package or ``apply_gradients`` trains the tables.
         self.is_trained = False
@@ -74,7 +74,7 @@ class Tables:
         self._offsets: dict[tuple[int, ...], Tensor] = {}
         self._set(plan, *make_group(plan))
 
-    def _set(self, plan: Plan, group: TableGroup, capacity: int) -> None:
+    def _set(self, plan: TablePlan, group: TableGroup, capacity: int) -> None:
         self.plan = plan
         self.group = group
         self.capacity = capacity
@@ -121,7 +121,9 @@ class Tables:
             slots = slots.masked_fill(is_padding, -1)
         growths = self.group.growths
         found = SlotLookup(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
-        rows = Lookup.apply(self.marker.anchor, self, found) if training else self.rows(found)
+        rows = (
+            LookupFunction.apply(self.marker.anchor, self, found) if training else self.rows(found)
+        )
         return rows.view(batch_size, len(sizes), self.plan.dim)
 
     def rows(self, found: SlotLookup) -> Tensor:
@@ -156,7 +158,7 @@ class Tables:
         if offsets is None:
             offsets = bag_offsets(sizes, self.group.device)
         self._offsets[sizes] = offsets  # the last used comes last
-        if len(self._offsets) > _KEPT_OFFSETS:
+        if len(self._offsets) > _CACHED_OFFSETS:
             del self._offsets[next(iter(self._offsets))]
         return offsets
 
@@ -187,7 +189,7 @@ class Tables:
             return
         growths = found.growths
         if found.interval is None:  # a second backward of a graph, whose pin may be released
-            growths = _LOOK_AGAIN
+            growths = _OUTDATED
         backward = PendingGradient(
             # A copy, because autograd may reuse the memory of the gradient.
             grad.clone(memory_format=torch.contiguous_format),
@@ -272,15 +274,15 @@ class Tables:
 
     # -- state of all tables -----------------------------------------------------------------------
 
-    def contents(self) -> list[Contents]:
+    def contents(self) -> list[TableContents]:
         """The contents of each table. Synchronizes with the device."""
         return [contents.take(self.group, table) for table in range(len(self.plan.names))]
 
     def replace(
         self,
-        plan: Plan,
-        loaded: Sequence[Contents] | None = None,
-        progress: Progress | None = None,
+        plan: TablePlan,
+        loaded: Sequence[TableContents] | None = None,
+        eviction_state: EvictionState | None = None,
         steps: Tensor | None = None,
     ) -> None:
         """Rebuilds the tables, with their own or with loaded contents.
@@ -291,7 +293,7 @@ class Tables:
         Args:
             plan: properties of the new tables.
             loaded: new contents of each table; None to keep the contents.
-            progress: clock, epoch and aging of ``loaded``; None to keep the current ones.
+            eviction_state: clock, epoch and aging of ``loaded``; None to keep the current ones.
             steps: number of updates of each table, if the optimizer stays; None to keep it.
 
         Raises:
@@ -300,36 +302,40 @@ class Tables:
         """
         self.check_no_gradients()
         before, was_empty = self.plan, not any(self.group.sizes())
-        held = self.contents() if loaded is None else loaded
+        stored = self.contents() if loaded is None else loaded
         progress_before, steps_before = (
-            Progress.of(self.group),
+            EvictionState.read(self.group),
             self.group.optimizer_steps.clone(),
         )
         if was_empty:  # frees the old tables first, because their memory may be needed
             del self.group, self._gradients
         try:
-            made = self._made_anew(
+            rebuilt = self._rebuilt(
                 plan,
-                held,
-                progress_before if progress is None else progress,
+                stored,
+                progress_before if eviction_state is None else eviction_state,
                 steps_before if steps is None else steps,
             )
         except BaseException:
             if was_empty:
-                made = make_group(before)
-                progress_before.give(made[0])
-                made[0].optimizer_steps.copy_(steps_before)
-                self._set(before, *made)
+                rebuilt = make_group(before)
+                progress_before.restore(rebuilt[0])
+                rebuilt[0].optimizer_steps.copy_(steps_before)
+                self._set(before, *rebuilt)
             raise
-        self._set(plan, *made)
+        self._set(plan, *rebuilt)
 
-    def _made_anew(
-        self, plan: Plan, held: Sequence[Contents], progress: Progress, steps: Tensor
+    def _rebuilt(
+        self,
+        plan: TablePlan,
+        stored: Sequence[TableContents],
+        eviction_state: EvictionState,
+        steps: Tensor,
     ) -> tuple[TableGroup, int]:
         group, capacity = make_group(plan)
-        progress.give(group)
+        eviction_state.restore(group)
         keeps_states = plan.optimizer == self.plan.optimizer
-        for table, of_table in enumerate(held):
+        for table, of_table in enumerate(stored):
             if not keeps_states:
                 of_table = dataclasses.replace(of_table, states=of_table.states[:, :0])
             contents.put(group, table, of_table)

@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from torchrec_hkv.devices import known_device
+from torchrec_hkv.devices import checked_device
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from torchrec_hkv.hash_table.spec_checks import check_flag
 from torchrec_hkv.nn.replicas import refuse_replicas
@@ -94,7 +94,7 @@ class TTTables(nn.Module):
         super().__init__()
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, but must be torch.float32 or torch.bfloat16.")
-        device = known_device(device or "cpu")
+        device = checked_device(device or "cpu")
         self.group = TTGroup(shapes, feature_tables, optimizer, precision=precision, strict=strict)
         for name, shape in zip(self.group.names, self.group.shapes, strict=True):
             reason = why_dense_is_smaller(shape, dtype.itemsize)
@@ -142,8 +142,8 @@ class TTTables(nn.Module):
     def reset_parameters(self) -> None:
         """Replaces the cores by random ones, and resets the optimizer states."""
         for table, shape in enumerate(self.group.shapes):
-            own = self.tt_cores[self.group.cores_of(table)]
-            for core, new in zip(own, initial_cores(shape, self.weight_dist), strict=True):
+            cores = self.tt_cores[self.group.cores_of(table)]
+            for core, new in zip(cores, initial_cores(shape, self.weight_dist), strict=True):
                 core.data.copy_(new)
         for state in self.states:
             state.zero_()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.budget import Missing
+from torchrec_hkv.planner.budget import MissingMemory
 from torchrec_hkv.planner.options import kernel_of
 
 
@@ -15,7 +15,7 @@ def why_rejected(
     plan: Sequence[ShardingOption],
     options: Sequence[ShardingOption],
     refused: Mapping[str, str],
-    missing: Callable[[list[ShardingOption]], Missing],
+    missing: Callable[[list[ShardingOption]], MissingMemory],
     rating: Callable[[list[ShardingOption]], float | None],
     best: float,
     loses_more: Callable[[ShardingOption, ShardingOption], bool],
@@ -43,13 +43,13 @@ def why_rejected(
     others = [option for option in plan if option is not chosen]
     for kernel in dict.fromkeys(map(kernel_of, options)):
         if kernel != kernel_of(chosen):
-            own = [option for option in options if kernel_of(option) == kernel]
-            if all(loses_more(option, chosen) for option in own):
+            of_kernel = [option for option in options if kernel_of(option) == kernel]
+            if all(loses_more(option, chosen) for option in of_kernel):
                 reasons[kernel] = "it would lose more quality"
                 continue
-            own = [option for option in own if not loses_more(option, chosen)]
-            own = _notable(own) if are_many else own
-            reasons[kernel] = _reason(own, others, best, missing, rating)
+            of_kernel = [option for option in of_kernel if not loses_more(option, chosen)]
+            of_kernel = _notable(of_kernel) if are_many else of_kernel
+            reasons[kernel] = _reason(of_kernel, others, best, missing, rating)
     whole = [option for option in options if loses_more(chosen, option)]
     if whole and not reasons:  # a single kernel, with a choice of sizes
         name = f"{kernel_of(chosen)} without loss"
@@ -61,7 +61,7 @@ def _reason(
     options: Sequence[ShardingOption],
     others: Sequence[ShardingOption],
     best: float,
-    missing: Callable[[list[ShardingOption]], Missing],
+    missing: Callable[[list[ShardingOption]], MissingMemory],
     rating: Callable[[list[ShardingOption]], float | None],
 ) -> str:
     ratings = [
@@ -72,11 +72,13 @@ def _reason(
             f"the slowest rank's tables would take {_ms(min(ratings))} a step instead of "
             f"{_ms(best)}"
         )
-    least = min(
+    minimum = min(
         (missing([*others, option]) for option in options),
         key=lambda lacks: lacks.hbm + lacks.host,
     )
-    return f"it does not fit: {least} are missing" if least else "it fits no arrangement on ranks"
+    return (
+        f"it does not fit: {minimum} are missing" if minimum else "it fits no arrangement on ranks"
+    )
 
 
 def _rated(

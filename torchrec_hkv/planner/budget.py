@@ -12,14 +12,14 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_hkv.planner.options import full_name, kernel_of
-from torchrec_hkv.planner.packing import Parts, rooms_of
+from torchrec_hkv.planner.packing import ShardNeeds, free_memory
 from torchrec_hkv.planner.report import format_bytes
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Missing:
+class MissingMemory:
     """Missing memory, summed over ranks, and the tables on ranks with too little memory.
 
     Attributes:
@@ -44,7 +44,7 @@ class Missing:
         return " and ".join(parts)
 
 
-def smallest(
+def smallest_options(
     options: Sequence[ShardingOption], topology: Topology, fit_ranks: bool = True
 ) -> list[ShardingOption]:
     """For each table, the option that takes the smallest part of the ranks' memory.
@@ -57,12 +57,12 @@ def smallest(
     hbm = max(sum(device.storage.hbm for device in topology.devices), 1)
     host = max(sum(device.storage.ddr for device in topology.devices), 1)
 
-    most_hbm = max(device.storage.hbm for device in topology.devices)
-    most_host = max(device.storage.ddr for device in topology.devices)
+    max_hbm = max(device.storage.hbm for device in topology.devices)
+    max_host = max(device.storage.ddr for device in topology.devices)
 
     def part(option: ShardingOption) -> tuple[bool, float]:
         is_over = fit_ranks and any(
-            shard.storage.hbm > most_hbm or shard.storage.ddr > most_host
+            shard.storage.hbm > max_hbm or shard.storage.ddr > max_host
             for shard in option.shards
             if shard.storage is not None
         )
@@ -70,17 +70,17 @@ def smallest(
 
     by_table: dict[tuple[str, str], tuple[tuple[bool, float], ShardingOption]] = {}
     for option in options:
-        key, own = (option.path, option.name), part(option)
-        if key not in by_table or own < by_table[key][0]:
-            by_table[key] = (own, option)
+        key, size = (option.path, option.name), part(option)
+        if key not in by_table or size < by_table[key][0]:
+            by_table[key] = (size, option)
     return [option for _, option in by_table.values()]
 
 
 def missing_bytes(
     options: Sequence[ShardingOption],
     topology: Topology,
-    parts: Callable[[ShardingOption], Parts] = Parts,
-) -> Missing:
+    parts: Callable[[ShardingOption], ShardNeeds] = ShardNeeds,
+) -> MissingMemory:
     """Estimates missing memory. Shards are placed largest first, where most memory is left.
 
     Args:
@@ -88,10 +88,10 @@ def missing_bytes(
         topology: topology with the memory available for tables.
         parts: returns the needs of an option.
     """
-    needs = [parts(option).needs for option in options]
-    hbm, host, short = rooms_of(topology).missing(needs)
+    needs = [parts(option).native for option in options]
+    hbm, host, short = free_memory(topology).missing(needs)
     order = sorted(short, key=lambda at: -(needs[at].hbm + needs[at].host))
-    return Missing(hbm, host, tuple(options[at] for at in order))
+    return MissingMemory(hbm, host, tuple(options[at] for at in order))
 
 
 def too_large(options: Sequence[ShardingOption], topology: Topology) -> str:
@@ -104,37 +104,37 @@ def too_large(options: Sequence[ShardingOption], topology: Topology) -> str:
     """
     hbm = max(device.storage.hbm for device in topology.devices)
     host = max(device.storage.ddr for device in topology.devices)
-    least: dict[tuple[str, str], tuple[int, ShardingOption, Storage]] = {}
+    minimum: dict[tuple[str, str], tuple[int, ShardingOption, Storage]] = {}
     for option in options:
         stored = [shard.storage for shard in option.shards if shard.storage is not None]
         lacks = [max(each.hbm - hbm, 0) + max(each.ddr - host, 0) for each in stored]
         worst = max(range(len(stored)), key=lambda at: lacks[at] or stored[at].hbm)
         key = (option.path, option.name)
-        if key not in least or lacks[worst] < least[key][0]:
-            least[key] = (lacks[worst], option, stored[worst])
-    over = sorted((each for each in least.values() if each[0]), key=lambda each: -each[0])
+        if key not in minimum or lacks[worst] < minimum[key][0]:
+            minimum[key] = (lacks[worst], option, stored[worst])
+    over = sorted((each for each in minimum.values() if each[0]), key=lambda each: -each[0])
     if not over:
         return ""
     named = ", ".join(
-        f"{full_name(option)!r} at least {_taken(storage)} ({kernel_of(option)}, "
+        f"{full_name(option)!r} at least {_memory_text(storage)} ({kernel_of(option)}, "
         f"{option.sharding_type})"
-        for _, option, storage in over[:_MOST_NAMED]
+        for _, option, storage in over[:_MAX_NAMED]
     )
-    others = f" and {len(over) - _MOST_NAMED} others" if len(over) > _MOST_NAMED else ""
-    return f" A rank has {_taken(Storage(hbm, host))}, but a shard needs: {named}{others}."
+    others = f" and {len(over) - _MAX_NAMED} others" if len(over) > _MAX_NAMED else ""
+    return f" A rank has {_memory_text(Storage(hbm, host))}, but a shard needs: {named}{others}."
 
 
-def refusal(missing: Missing, topology: Topology) -> str:
+def refusal(missing: MissingMemory, topology: Topology) -> str:
     """The error message: the tables, their minimal memory, and the missing memory."""
     named = [
-        f"{full_name(option)!r} (at least {_taken(option.total_storage)} on {kernel_of(option)}, "
-        f"{option.sharding_type})"
-        for option in missing.tables[:_MOST_NAMED]
+        f"{full_name(option)!r} (at least {_memory_text(option.total_storage)} on "
+        f"{kernel_of(option)}, {option.sharding_type})"
+        for option in missing.tables[:_MAX_NAMED]
     ]
-    more = len(missing.tables) - _MOST_NAMED
+    more = len(missing.tables) - _MAX_NAMED
     others = f" and {more} others" if more > 0 else ""
     ranks = len(topology.devices)
-    room = _taken(
+    room = _memory_text(
         Storage(
             sum(device.storage.hbm for device in topology.devices),
             sum(device.storage.ddr for device in topology.devices),
@@ -146,7 +146,7 @@ def refusal(missing: Missing, topology: Topology) -> str:
     )
 
 
-def _taken(storage: Storage) -> str:
+def _memory_text(storage: Storage) -> str:
     parts = []
     if storage.hbm > 0:
         parts.append(f"{format_bytes(storage.hbm)} of HBM")

@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from torchrec_hkv._version import __version__
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.calibration import calibrated
+from torchrec_hkv.backends.calibration import calibrate
 from torchrec_hkv.backends.constants import CONSTANTS, Constants
 from torchrec_hkv.json_schema import (
     Choice,
     Fields,
     Integer,
+    JsonPlace,
     Map,
     Number,
     OrNull,
-    Place,
     Text,
     parse_json,
 )
 from torchrec_hkv.planner.stage_timing import StageTimer, stage_timers
 from torchrec_hkv.planner.stages import StageTimes
-from torchrec_hkv.planner.stock_kernels import FUSED, calibrated_fused
+from torchrec_hkv.planner.stock_kernels import FUSED, calibrate_fused
 from torchrec_hkv.text_files import replace_text
 
 _FORMAT = 2
@@ -112,8 +112,8 @@ class Calibration:
         if FUSED in constants:
             kernel = constants[FUSED].group_time
             for parts in stages.values():
-                for stage, own in (("forward", kernel.forward), ("backward", kernel.backward)):
-                    parts[stage]["fixed"] = max(parts[stage]["fixed"] - own, 0.0)
+                for stage, work in (("forward", kernel.forward), ("backward", kernel.backward)):
+                    parts[stage]["fixed"] = max(parts[stage]["fixed"] - work, 0.0)
         return cls(
             device.type,
             device_name(device),
@@ -161,7 +161,7 @@ class Calibration:
                 f"The calibration {os.fspath(path)!r} can't be read: {error.strerror}."
             ) from None
         try:
-            return _SCHEMA.read(parse_json(path, data), Place(os.fspath(path)))
+            return _SCHEMA.read(parse_json(path, data), JsonPlace(os.fspath(path)))
         except ValueError as error:
             raise ValueError(
                 f"The calibration {os.fspath(path)!r} is not a file of torchrec-hkv calibrate: "
@@ -215,9 +215,9 @@ def _constants(
     name: str, device: torch.device, progress: Callable[[str], None]
 ) -> Constants | None:
     if name == FUSED:
-        return calibrated_fused(device, progress)
+        return calibrate_fused(device, progress)
     backend = registry.get(name)
-    return calibrated(backend, backend.calibration_cases(device.type), device, progress)
+    return calibrate(backend, backend.calibration_cases(device.type), device, progress)
 
 
 def default_path(device_type: str) -> Path | None:
@@ -233,25 +233,25 @@ def default_path(device_type: str) -> Path | None:
 
 
 def calibration_for(
-    device_type: str, given: Calibration | str | os.PathLike[str] | None
+    device_type: str, calibration: Calibration | str | os.PathLike[str] | None
 ) -> Calibration | None:
     """The calibration that a planner uses.
 
     Args:
         device_type: device type of the topology.
-        given: a calibration or its file; None for the default file, if it exists and is for this
-            device type.
+        calibration: a calibration or its file; None for the default file, if it exists and is for
+            this device type.
 
     Raises:
         ValueError: the given file can't be read, or is for another device type.
     """
-    if given is None:
+    if calibration is None:
         path = default_path(device_type)
         if path is None or not path.exists():
             return None
         found = Calibration.load(path)
         return found if found.device_type == device_type else None
-    found = given if isinstance(given, Calibration) else Calibration.load(given)
+    found = calibration if isinstance(calibration, Calibration) else Calibration.load(calibration)
     if found.device_type != device_type:
         raise ValueError(
             f"The calibration is for device type {found.device_type!r}, but the topology has "

@@ -56,8 +56,8 @@ class ParameterConstraints(StockParameterConstraints):
 
     def __hash__(self) -> int:
         curves = tuple(sorted((self.quality_curves or {}).items(), key=lambda item: item[0]))
-        own = (self.options, self.frequencies, curves, self.max_quality_loss, self.choose_sizes)
-        return hash((super().__hash__(), *own))
+        fields = (self.options, self.frequencies, curves, self.max_quality_loss, self.choose_sizes)
+        return hash((super().__hash__(), *fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,21 +228,21 @@ def _candidates(
                 )
             found[name].append(one)
     candidates = []
-    for name, own in found.items():
-        for one in own or [registry.get(name).options_type()]:
+    for name, of_backend in found.items():
+        for one in of_backend or [registry.get(name).options_type()]:
             text = registry.get(name).describe(one) or "defaults"
-            label = f"{name} ({text})" if len(own) > 1 else name
-            candidates.append(Candidate(name, one, label, is_choice and len(own) < 2))
+            label = f"{name} ({text})" if len(of_backend) > 1 else name
+            candidates.append(Candidate(name, one, label, is_choice and len(of_backend) < 2))
     return tuple(candidates)
 
 
 def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
     """Checks numbers that TorchRec does not check, although costs depend on them."""
     if constraint.min_partition is not None:
-        least = constraint.min_partition
-        if not isinstance(least, int) or isinstance(least, bool) or least < 1:
+        minimum = constraint.min_partition
+        if not isinstance(minimum, int) or isinstance(minimum, bool) or minimum < 1:
             raise ValueError(
-                f"Table {table!r} has min_partition={least!r}, but it must be a positive integer "
+                f"Table {table!r} has min_partition={minimum!r}, but it must be a positive integer "
                 "or None."
             )
     for field, may_be_zero in (

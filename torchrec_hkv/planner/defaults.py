@@ -110,9 +110,9 @@ def _placed(
     options = []
     for name in names:
         backend = registry.get(name)
-        own = [one for one in given if isinstance(one, backend.options_type)]
-        options += [backend.on_host(one) for one in own or [backend.options_type()]]
-    return dataclasses.replace(_ours(changed), options=tuple(dict.fromkeys(options)))
+        of_backend = [one for one in given if isinstance(one, backend.options_type)]
+        options += [backend.on_host(one) for one in of_backend or [backend.options_type()]]
+    return dataclasses.replace(_converted(changed), options=tuple(dict.fromkeys(options)))
 
 
 def _replicated(constraint: StockParameterConstraints, is_small: bool) -> StockParameterConstraints:
@@ -132,7 +132,7 @@ def _replicated(constraint: StockParameterConstraints, is_small: bool) -> StockP
     return dataclasses.replace(constraint, sharding_types=[kind.value for kind in offered])
 
 
-def _ours(constraint: StockParameterConstraints) -> ParameterConstraints:
+def _converted(constraint: StockParameterConstraints) -> ParameterConstraints:
     if isinstance(constraint, ParameterConstraints):
         return constraint
     fields = dataclasses.fields(StockParameterConstraints)

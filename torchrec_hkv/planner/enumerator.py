@@ -23,7 +23,7 @@ from torchrec_hkv.planner.options import (
     disadvantage,
     distinct,
     full_name,
-    is_ours,
+    is_backend_option,
     kernel_of,
     shards_of,
     shared_shards,
@@ -75,7 +75,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         # sharding option by its id().
         self._listed: dict[tuple, list[list[BackendOptions]]] = {}
         self._of_option: dict[int, list[list[BackendOptions]]] = {}
-        self._made: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
+        self._variants: dict[tuple[int, BackendOptions], BackendShardingOption | None] = {}
         self.refused: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -89,8 +89,8 @@ class BackendEnumerator(EmbeddingEnumerator):
             ValueError: none of the kernels in a table's constraint can serve it.
         """
         named = self._with_backends(sharding_options)
-        kept = self._advantageous([option for option in named if self._is_served(option)])
-        tables = {(option.path, option.name) for option in kept}
+        served = self._advantageous([option for option in named if self._is_served(option)])
+        tables = {(option.path, option.name) for option in served}
         for option in named:
             if (option.path, option.name) not in tables:
                 # Sorted, because the order of TorchRec's options is random.
@@ -99,8 +99,8 @@ class BackendEnumerator(EmbeddingEnumerator):
                     f"Table {full_name(option)!r} can't be served by any of its compute kernels: "
                     + "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
                 )
-        sharding_options[:] = kept
-        self._listed, self._of_option, self._made = {}, {}, {}
+        sharding_options[:] = served
+        self._listed, self._of_option, self._variants = {}, {}, {}
         super().populate_estimates(sharding_options)
 
     def variants(
@@ -116,16 +116,16 @@ class BackendEnumerator(EmbeddingEnumerator):
         found: list[BackendShardingOption] = []
         waiting: list[BackendShardingOption] = []
         for option in options:
-            if not is_ours(option) or not option.is_open:
+            if not is_backend_option(option) or not option.is_open:
                 continue
             if not thinning.selects((option.path, option.name)):
                 continue
             for chosen in thinning.selected(option, self._chains(option)):
                 key = (id(option), chosen)
-                if key not in self._made:
-                    self._made[key] = self._variant(option, chosen)
-                    waiting += filter(None, [self._made[key]])
-                found += filter(None, [self._made[key]])
+                if key not in self._variants:
+                    self._variants[key] = self._variant(option, chosen)
+                    waiting += filter(None, [self._variants[key]])
+                found += filter(None, [self._variants[key]])
         self.storage_estimator.estimate_variants(waiting)
         return list[ShardingOption](found)
 
@@ -165,7 +165,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         Args:
             options: enumerated options and variants of them.
         """
-        waiting = [o for o in options if is_ours(o) and o.shards[0].perf is None]
+        waiting = [o for o in options if is_backend_option(o) and o.shards[0].perf is None]
         if waiting:
             self.perf_estimator.estimate_variants(waiting)
 
@@ -176,7 +176,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             option: an option of a table of the model.
         """
         choice = self._choices.get(option.name)
-        if choice is None or not is_ours(option):
+        if choice is None or not is_backend_option(option):
             return NO_LOSS
         key = (option.path, option.name, option.backend, option.backend_options)
         if key not in self._losses:
@@ -188,7 +188,7 @@ class BackendEnumerator(EmbeddingEnumerator):
         choice = self._choices.get(option.name)
         return choice is not None and bool(choice.curves)
 
-    def most_loss(self, option: ShardingOption) -> float | None:
+    def max_loss(self, option: ShardingOption) -> float | None:
         """Bound on the loss of an option's table; None for no bound."""
         choice = self._choices.get(option.name)
         return None if choice is None else choice.max_loss
@@ -202,12 +202,12 @@ class BackendEnumerator(EmbeddingEnumerator):
         waiting: dict[tuple[str, str, str], list[Candidate]] = {}
         named: list[ShardingOption] = []
         for option in sharding_options:
-            if option.compute_kernel == KERNEL and not is_ours(option):
+            if option.compute_kernel == KERNEL and not is_backend_option(option):
                 key = (option.path, option.name, option.sharding_type)
                 if key not in waiting:
                     waiting[key] = self._served(option.name, option.sharding_type)
                 option = BackendShardingOption.of(option, waiting[key].pop(0))
-            named.append(option if is_ours(option) else CopiedOption.like(option))
+            named.append(option if is_backend_option(option) else CopiedOption.like(option))
         return named
 
     def _served(self, name: str, sharding_type: str) -> list[Candidate]:
@@ -229,7 +229,7 @@ class BackendEnumerator(EmbeddingEnumerator):
             return True
         try:
             self._check_ids(option, choice)
-            if is_ours(option):
+            if is_backend_option(option):
                 self._check_backend(option)
             elif choice.candidates:
                 self._check_fused(option)
@@ -244,21 +244,21 @@ class BackendEnumerator(EmbeddingEnumerator):
         """Removes options that their backend advises against, if the table has others."""
         advised = {id(option): disadvantage(option) for option in options}
         tables = {(o.path, o.name) for o in options if advised[id(o)] is None}
-        kept = []
+        advantageous = []
         for option in options:
             reason = advised[id(option)]
             if reason is None or (option.path, option.name) not in tables:
-                kept.append(option)
+                advantageous.append(option)
             else:
                 self.refused[option.path, option.name][kernel_of(option)] = reason
-        return kept
+        return advantageous
 
     def _check_backend(self, option: BackendShardingOption) -> None:
         balance(option)
-        option.made_shards = shared_shards(option)
+        option.table_shards = shared_shards(option)
         fused_params = self.fused_params(option)
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-        for shard in distinct(option.made_shards):
+        for shard in distinct(option.table_shards):
             registry.get(option.backend).check(shard, optimizer, self._compute_device)
 
     def _check_fused(self, option: ShardingOption) -> None:
@@ -282,7 +282,9 @@ class BackendEnumerator(EmbeddingEnumerator):
         seen = choice.frequencies
         if seen is None or seen.lowest is None or seen.highest is None:
             return
-        if is_ours(option) and registry.get(option.backend).routes_by_hash(option.backend_options):
+        if is_backend_option(option) and registry.get(option.backend).routes_by_hash(
+            option.backend_options
+        ):
             return
         rows = config_of(option).num_embeddings
         outside = seen.lowest if seen.lowest < 0 else seen.highest

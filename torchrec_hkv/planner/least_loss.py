@@ -19,20 +19,20 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
-from torchrec_hkv.planner.arrangement import Arranged, Arranger
-from torchrec_hkv.planner.budget import Missing
+from torchrec_hkv.planner.budget import MissingMemory
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
-from torchrec_hkv.planner.options import full_name, is_ours, kernel_of
-from torchrec_hkv.planner.packing import Parts
-from torchrec_hkv.planner.prices import Table
-from torchrec_hkv.planner.search import FEW_TABLES, Search
+from torchrec_hkv.planner.loss_bounds import Table
+from torchrec_hkv.planner.option_selection import FittingPlan, OptionSelector
+from torchrec_hkv.planner.options import full_name, is_backend_option, kernel_of
+from torchrec_hkv.planner.packing import ShardNeeds
+from torchrec_hkv.planner.search import FEW_TABLES, LeastLossSearch
 from torchrec_hkv.planner.thinning import EVERY_VARIANT, Thinning
 
 #: Number of the largest tables whose sizes are listed first.
 _FIRST_LISTED = 64
 #: Number of refinements, each of which tries the sizes next to the chosen ones.
-_MOST_REFINED = 3
+_MAX_REFINED = 3
 
 
 class LeastLoss:
@@ -41,34 +41,34 @@ class LeastLoss:
     def __init__(
         self,
         enumerator: Callable[[], BackendEnumerator],
-        room: Callable[[], Topology],
+        available_topology: Callable[[], Topology],
         partitioner: Partitioner,
         perf_model: PerfModel,
-        most_loss: float | None,
-        most_time: float | None,
+        max_loss: float | None,
+        max_time: float | None,
     ) -> None:
         """
         Args:
             enumerator: returns the planner's enumerator.
-            room: returns the topology with the memory available for tables.
+            available_topology: returns the topology with the memory available for tables.
             partitioner: the planner's partitioner.
             perf_model: the planner's performance model.
-            most_loss: loss of all tables together that may be traded for time. None: as little
+            max_loss: loss of all tables together that may be traded for time. None: as little
                 loss as possible, but as much as the memory requires.
-            most_time: bound on the time of a step on the slowest rank, in milliseconds; None for no
+            max_time: bound on the time of a step on the slowest rank, in milliseconds; None for no
                 bound.
         """
-        self._enumerator, self._room = enumerator, room
+        self._enumerator, self._available_topology = enumerator, available_topology
         self._partitioner, self._perf_model = partitioner, perf_model
-        self._most_loss, self._most_time = most_loss, most_time
-        self._rater: Arranger | None = None
+        self._max_loss, self._max_time = max_loss, max_time
+        self._rater: OptionSelector | None = None
         #: If there are many tables: those that the last search let lose quality.
         self._may_lose: set[Table] | None = None
 
     @property
     def is_traded(self) -> bool:
         """Whether quality may be traded for time."""
-        return self._most_loss is not None and self._most_time is None
+        return self._max_loss is not None and self._max_time is None
 
     def without_loss(self, space: list[ShardingOption]) -> list[ShardingOption]:
         """The options without loss for each table. A table whose options all have the same loss
@@ -84,52 +84,62 @@ class LeastLoss:
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)
         for option in space:
             by_table[option.path, option.name].append(option)
-        kept: list[ShardingOption] = []
+        selected: list[ShardingOption] = []
         settled = 0.0
         for options in by_table.values():
             whole = [option for option in options if not loss(option).is_lossy]
             if not whole and not self._is_settled(options):
                 return []
             settled += 0.0 if whole else loss(options[0]).value
-            kept += whole or options
-        return kept if settled <= (math.inf if self._most_loss is None else self._most_loss) else []
+            selected += whole or options
+        return (
+            selected if settled <= (math.inf if self._max_loss is None else self._max_loss) else []
+        )
 
-    def whole_plan(self, whole: list[ShardingOption]) -> list[list[ShardingOption]] | None:
+    def lossless_plan(self, lossless: list[ShardingOption]) -> list[list[ShardingOption]] | None:
         """A list with the fastest plan of the options; empty if none fits, None if only TorchRec
         can rate plans.
 
         Args:
-            whole: the options that :meth:`without_loss` returned.
+            lossless: the options that :meth:`without_loss` returned.
         """
-        arranger, enumerator = self._for_ratings(), self._enumerator()
-        if not arranger.adds_times:
+        option_selector, enumerator = self._for_ratings(), self._enumerator()
+        if not option_selector.adds_times:
             return None
-        tables = levels_of(whole, self._room(), enumerator.loss, enumerator.most_loss).values()
+        tables = levels_of(
+            lossless, self._available_topology(), enumerator.loss, enumerator.max_loss
+        ).values()
         if not tables or any(not table.all for table in tables):
             return []
         levels = [table.all[0] for table in tables]
-        known = arranger.fitting(levels)
-        found = arranger.fastest([[level] for level in levels], [] if known is None else [known])
+        known = option_selector.find_fitting(levels)
+        found = option_selector.find_fastest(
+            [[level] for level in levels], [] if known is None else [known]
+        )
         return [] if found is None else [found.options]
 
     def rating(self, proposal: list[ShardingOption]) -> float | None:
         """Rating of a plan; None if it does not fit."""
         return self._for_ratings().rating(proposal)
 
-    def missing(self, proposal: list[ShardingOption]) -> Missing:
+    def missing_memory(self, proposal: list[ShardingOption]) -> MissingMemory:
         """The memory that a plan lacks."""
-        return self._for_ratings().missing(proposal)
+        return self._for_ratings().missing_memory(proposal)
 
-    def _for_ratings(self) -> Arranger:
+    def _for_ratings(self) -> OptionSelector:
         if self._rater is None:
-            self._rater = self._arranger(self._room())
+            self._rater = self._option_selector(self._available_topology())
         return self._rater
 
     def _is_settled(self, options: Sequence[ShardingOption]) -> bool:
         enumerator = self._enumerator()
-        bound, values = enumerator.most_loss(options[0]), {enumerator.loss(o) for o in options}
+        bound, values = enumerator.max_loss(options[0]), {enumerator.loss(o) for o in options}
         may_lose = max(value.value for value in values) <= (math.inf if bound is None else bound)
-        return len(values) == 1 and may_lose and not any(is_ours(o) and o.is_open for o in options)
+        return (
+            len(values) == 1
+            and may_lose
+            and not any(is_backend_option(o) and o.is_open for o in options)
+        )
 
     def smallest_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
         """The enumerated options and some or all of their variants, including the smallest.
@@ -146,17 +156,17 @@ class LeastLoss:
             space: the enumerated options.
             thinning: selects variants.
         """
-        made = self._enumerator().variants(space, thinning)
-        replaced = {(o.path, o.name, o.backend) for o in made if is_ours(o)}
-        kept = [
+        variants = self._enumerator().variants(space, thinning)
+        replaced = {(o.path, o.name, o.backend) for o in variants if is_backend_option(o)}
+        enumerated = [
             option
             for option in space
-            if not is_ours(option)
+            if not is_backend_option(option)
             or not option.is_open
             or not registry.get(option.backend).leaves_sizes_open(option.backend_options)
             or (option.path, option.name, option.backend) not in replaced
         ]
-        return [*kept, *made]
+        return [*enumerated, *variants]
 
     def proposals(
         self, space: list[ShardingOption], best: float | None
@@ -167,22 +177,22 @@ class LeastLoss:
             space: the enumerated options.
             best: the best rating without loss; None if no such plan fits.
         """
-        if self.is_traded and self._most_loss:
+        if self.is_traded and self._max_loss:
             found = self._fastest(space)
-        elif best is not None and (self._most_time is None or best <= self._most_time):
+        elif best is not None and (self._max_time is None or best <= self._max_time):
             return []
         else:
-            found = self.least(space)
+            found = self.find_least_loss(space)
         return [] if found is None else [found.options]
 
-    def least(
+    def find_least_loss(
         self,
         space: list[ShardingOption],
         more: int = 0,
         any_loss: bool = False,
         any_time: bool = False,
         near: Sequence[ShardingOption] | None = None,
-    ) -> Arranged | None:
+    ) -> FittingPlan | None:
         """The plan with the least loss.
 
         Args:
@@ -193,14 +203,14 @@ class LeastLoss:
             near: the plan that was found for less memory. If there are many tables, only the tables
                 that might lose in that search are tried, with sizes near those in the plan.
         """
-        room = _with_more(self._room(), more)
-        most_loss = math.inf if self._most_loss is None or any_loss else self._most_loss
-        most_time = math.inf if self._most_time is None or any_time else self._most_time
-        arranger = self._arranger(room)
+        room = _with_more(self._available_topology(), more)
+        max_loss = math.inf if self._max_loss is None or any_loss else self._max_loss
+        max_time = math.inf if self._max_time is None or any_time else self._max_time
+        option_selector = self._option_selector(room)
 
-        def search(thinning: Thinning) -> Search:
+        def search(thinning: Thinning) -> LeastLossSearch:
             levels = self._levels(space, room, any_loss, thinning)
-            return Search(levels, arranger, most_loss, most_time)
+            return LeastLossSearch(levels, option_selector, max_loss, max_time)
 
         if not _are_many(space):
             return search(EVERY_VARIANT).least_loss()
@@ -213,7 +223,7 @@ class LeastLoss:
             # First tries few sizes of each table, then also the sizes next to the chosen ones.
             thinning = Thinning.coarse(tables, bounded)
             found, before = search(thinning).least_loss(), None
-            for _ in range(_MOST_REFINED):
+            for _ in range(_MAX_REFINED):
                 if found is None or found is before:
                     break
                 thinning = thinning.refined(_chosen(found.options))
@@ -225,7 +235,7 @@ class LeastLoss:
     def _candidates(
         self,
         space: Sequence[ShardingOption],
-        search: Callable[[Thinning], Search],
+        search: Callable[[Thinning], LeastLossSearch],
         bounded: Collection[Table],
     ) -> set[Table]:
         """Tables that may lose something. To save time, sizes are listed for the largest tables
@@ -233,7 +243,7 @@ class LeastLoss:
         loss = self._enumerator().loss
         sizes: dict[Table, float] = {}
         for option in space:
-            table, taken = (option.path, option.name), Parts(option)
+            table, taken = (option.path, option.name), ShardNeeds(option)
             size = math.inf if loss(option).is_lossy else taken.hbm + taken.host
             sizes[table] = min(size, sizes.get(table, math.inf))
         order = sorted(sizes, key=lambda table: -sizes[table])
@@ -241,30 +251,30 @@ class LeastLoss:
         while True:
             unlisted = sizes[order[count]] if count < len(order) else 0.0
             some = search(Thinning(set(order[:count]), bounded=bounded))
-            found = some.may_lose(unlisted)
+            found = some.tables_that_may_lose(unlisted)
             if found is not None:
                 return found
             count *= 2
 
-    def _better(self, one: Arranged, other: Arranged | None) -> Arranged:
-        """The plan that comes first in the order of :class:`Search`."""
+    def _better(self, one: FittingPlan, other: FittingPlan | None) -> FittingPlan:
+        """The plan that comes first in the order of :class:`LeastLossSearch`."""
         if other is None:
             return one
         loss = self._enumerator().loss
 
-        def key(plan: Arranged) -> tuple[int, float, float]:
+        def key(plan: FittingPlan) -> tuple[int, float, float]:
             return sum(loss(option).is_lossy for option in plan.options), plan.loss, plan.time
 
         return min(one, other, key=key)
 
     def _bounded(self, space: Sequence[ShardingOption]) -> set[Table]:
         """Tables whose losses are bounded."""
-        bound = self._enumerator().most_loss
+        bound = self._enumerator().max_loss
         return {(option.path, option.name) for option in space if bound(option) is not None}
 
     def with_more(
         self, space: list[ShardingOption], more: int, plan: Sequence[ShardingOption]
-    ) -> Arranged | None:
+    ) -> FittingPlan | None:
         """Plans again, as if there were more memory.
 
         Args:
@@ -272,9 +282,9 @@ class LeastLoss:
             more: additional bytes of memory, over all ranks.
             plan: the plan without them.
         """
-        if self.is_traded and self._most_loss:
+        if self.is_traded and self._max_loss:
             return self._fastest(space, more)
-        return self.least(space, more, near=plan)
+        return self.find_least_loss(space, more, near=plan)
 
     def check_time(self, plan: list[ShardingOption]) -> None:
         """Raises if a plan exceeds the bound on time.
@@ -282,18 +292,18 @@ class LeastLoss:
         Raises:
             PlannerError: the plan is too slow.
         """
-        if self._most_time is None or not plan:
+        if self._max_time is None or not plan:
             return
-        took = self._perf_model.rate(plan)
-        if took > self._most_time:
-            raise self._too_slow(took)
+        step_time = self._perf_model.rate(plan)
+        if step_time > self._max_time:
+            raise self._too_slow(step_time)
 
-    def _too_slow(self, took: float) -> PlannerError:
+    def _too_slow(self, step_time: float) -> PlannerError:
         return PlannerError(
             error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-            message=f"max_step_time is {self._most_time:g} ms, but the plan that was found takes "
-            f"{took:.3g} ms a step on the slowest rank, and no faster one that keeps to the bounds "
-            "on losses: allow more time or more loss, or name other kernels.",
+            message=f"max_step_time is {self._max_time:g} ms, but the plan that was found takes "
+            f"{step_time:.3g} ms a step on the slowest rank, and no faster one that keeps to the "
+            "bounds on losses: allow more time or more loss, or name other kernels.",
         )
 
     def refusal(self, space: list[ShardingOption]) -> PlannerError | None:
@@ -303,67 +313,70 @@ class LeastLoss:
         Args:
             space: the enumerated options.
         """
-        if self._most_time is not None:
-            slow = self.least(space, any_time=True)
+        if self._max_time is not None:
+            slow = self.find_least_loss(space, any_time=True)
             if slow is not None:
                 return self._too_slow(slow.time)
         enumerator = self._enumerator()
-        bounds = {o.name: b for o in space if (b := enumerator.most_loss(o)) is not None}
-        if self._most_loss is None and not bounds:
+        bounds = {o.name: b for o in space if (b := enumerator.max_loss(o)) is not None}
+        if self._max_loss is None and not bounds:
             return None
-        least = self.least(space, any_loss=True, any_time=True)
-        if least is None:
+        minimum = self.find_least_loss(space, any_loss=True, any_time=True)
+        if minimum is None:
             return None
         lost = sorted(
             f"{full_name(option)!r} {loss.value:.4f} on {kernel_of(option)} ({loss})"
-            for option in least.options
+            for option in minimum.options
             if (loss := enumerator.loss(option)).is_lossy
         )
         return PlannerError(
             error_type=PlannerErrorType.STRICT_CONSTRAINTS,
-            message=f"No plan fits within max_quality_loss, which is {self._most_loss} for all "
+            message=f"No plan fits within max_quality_loss, which is {self._max_loss} for all "
             f"tables together and {bounds} by table. The least possible loss is an estimated "
-            f"{least.loss:.4f}: {'; '.join(lost)}. Allow more loss or memory, or other kernels.",
+            f"{minimum.loss:.4f}: {'; '.join(lost)}. Allow more loss or memory, or other kernels.",
         )
 
-    def _fastest(self, space: list[ShardingOption], more: int = 0) -> Arranged | None:
+    def _fastest(self, space: list[ShardingOption], more: int = 0) -> FittingPlan | None:
         """The fastest plan within the bound on loss."""
-        assert self._most_loss is not None
-        room, least = _with_more(self._room(), more), self.least(space, more)
-        if least is None:
+        assert self._max_loss is not None
+        room, minimum = (
+            _with_more(self._available_topology(), more),
+            self.find_least_loss(space, more),
+        )
+        if minimum is None:
             return None
         thinning = EVERY_VARIANT
         if _are_many(space):
-            thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(least.options))
+            thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(minimum.options))
         levels = self._levels(space, room, thinning=thinning)
         if any(not table.all for table in levels.values()):
             return None
         allowed = [
-            [level for level in table.all if level.loss.value <= self._most_loss]
+            [level for level in table.all if level.loss.value <= self._max_loss]
             for table in levels.values()
         ]
-        arranger = self._arranger(room, self._most_loss)
-        return arranger.fastest(allowed, [least.options])
+        option_selector = self._option_selector(room, self._max_loss)
+        return option_selector.find_fastest(allowed, [minimum.options])
 
     def _levels(
         self,
         space: list[ShardingOption],
-        room: Topology,
+        topology: Topology,
         any_loss: bool = False,
         thinning: Thinning = EVERY_VARIANT,
     ) -> dict[Table, TableLevels]:
         enumerator = self._enumerator()
-        bound = (lambda _: None) if any_loss else enumerator.most_loss
-        return levels_of(self._all_options(space, thinning), room, enumerator.loss, bound)
+        bound = (lambda _: None) if any_loss else enumerator.max_loss
+        return levels_of(self._all_options(space, thinning), topology, enumerator.loss, bound)
 
-    def _arranger(self, room: Topology, most_loss: float = math.inf) -> Arranger:
+    def _option_selector(self, topology: Topology, max_loss: float = math.inf) -> OptionSelector:
         fill_in = self._enumerator().estimate_times
-        return Arranger(room, self._partitioner, self._perf_model, fill_in, most_loss)
+        return OptionSelector(topology, self._partitioner, self._perf_model, fill_in, max_loss)
 
 
 def _chosen(plan: Sequence[ShardingOption]) -> dict[Table, BackendOptions]:
     """The options of tables on backends."""
-    return {(o.path, o.name): o.backend_options for o in plan if is_ours(o)}
+    return {(o.path, o.name): o.backend_options for o in plan if is_backend_option(o)}
 
 
 def _are_many(space: Sequence[ShardingOption]) -> bool:
@@ -371,11 +384,11 @@ def _are_many(space: Sequence[ShardingOption]) -> bool:
     return len({(option.path, option.name) for option in space}) > FEW_TABLES
 
 
-def _with_more(room: Topology, more: int) -> Topology:
+def _with_more(topology: Topology, more: int) -> Topology:
     """A topology with ``more`` bytes added: HBM, or host memory on CPUs."""
     if not more:
-        return room
-    wider = copy.deepcopy(room)
+        return topology
+    wider = copy.deepcopy(topology)
     each = more // len(wider.devices)
     on_host = wider.compute_device == "cpu"
     for device in wider.devices:

@@ -13,7 +13,7 @@ from torchrec_hkv.planner.options import kernel_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
+class LossLevel:
     """Options of a table with the same loss.
 
     Attributes:
@@ -41,24 +41,24 @@ class TableLevels:
     """The levels of a table.
 
     Attributes:
-        whole: the level without loss; None if there is none.
+        lossless: the level without loss; None if there is none.
         lossy: levels with loss, least first.
     """
 
-    whole: Level | None
-    lossy: tuple[Level, ...]
+    lossless: LossLevel | None
+    lossy: tuple[LossLevel, ...]
 
     @property
-    def all(self) -> tuple[Level, ...]:
+    def all(self) -> tuple[LossLevel, ...]:
         """All levels, least loss first."""
-        return (*(() if self.whole is None else (self.whole,)), *self.lossy)
+        return (*(() if self.lossless is None else (self.lossless,)), *self.lossy)
 
 
 def levels_of(
     options: Sequence[ShardingOption],
     topology: Topology,
     loss: Callable[[ShardingOption], TableLoss],
-    most_loss: Callable[[ShardingOption], float | None],
+    max_loss: Callable[[ShardingOption], float | None],
 ) -> dict[tuple[str, str], TableLevels]:
     """The levels of each table, by path and name.
 
@@ -68,7 +68,7 @@ def levels_of(
         options: options of all tables.
         topology: topology with the memory available for tables.
         loss: returns the loss of an option.
-        most_loss: returns the bound on the loss of an option's table; None for no bound.
+        max_loss: returns the bound on the loss of an option's table; None for no bound.
     """
     hbm = max(device.storage.hbm for device in topology.devices)
     host = max(device.storage.ddr for device in topology.devices)
@@ -78,7 +78,7 @@ def levels_of(
         by_loss = grouped.setdefault((option.path, option.name), defaultdict(list))
         if any(s.storage and (s.storage.hbm > hbm or s.storage.ddr > host) for s in option.shards):
             continue
-        lost, bound = loss(option), most_loss(option)
+        lost, bound = loss(option), max_loss(option)
         if bound is not None and lost.value > bound:
             continue
         chain = (kernel_of(option), *(part.kind for part in lost.parts)) if lost.is_lossy else ()
@@ -94,9 +94,9 @@ def levels_of(
     return found
 
 
-def _level(loss: TableLoss, chain: tuple[str, ...], options: Sequence[ShardingOption]) -> Level:
-    taken = [_taken(option) for option in options]
-    return Level(
+def _level(loss: TableLoss, chain: tuple[str, ...], options: Sequence[ShardingOption]) -> LossLevel:
+    taken = [_memory(option) for option in options]
+    return LossLevel(
         loss,
         tuple(options),
         min(hbm for hbm, _ in taken),
@@ -113,7 +113,7 @@ def _largest(option: ShardingOption) -> int:
     return max((each.hbm + each.ddr for each in stored), default=0)
 
 
-def _taken(option: ShardingOption) -> tuple[int, int]:
+def _memory(option: ShardingOption) -> tuple[int, int]:
     """HBM and host memory over all ranks, without the objects that ``total_storage`` adds up."""
     stored = [shard.storage for shard in option.shards if shard.storage is not None]
     return sum(each.hbm for each in stored), sum(each.ddr for each in stored)

@@ -22,7 +22,7 @@ def loss_reports(
     least_loss: LeastLoss,
     space: list[ShardingOption],
     rejected: Mapping[Key, Mapping[str, str]],
-    room: Topology,
+    topology: Topology,
 ) -> dict[Key, LossReport]:
     """Reports on the tables with loss, by path and table.
 
@@ -32,13 +32,13 @@ def loss_reports(
         least_loss: the planner's search.
         space: the enumerated options.
         rejected: the reasons why other kernels were not chosen.
-        room: topology with the memory available for tables.
+        topology: topology with the memory available for tables.
     """
     losses = {(o.path, o.name): (o, enumerator.loss(o)) for o in plan}
     lossy = {key: pair for key, pair in losses.items() if pair[1].is_lossy}
     if not lossy:
         return {}
-    memory = "host memory" if room.compute_device == "cpu" else "HBM"
+    memory = "host memory" if topology.compute_device == "cpu" else "HBM"
     wider: dict[Key, ShardingOption] = {}
     if any(rejected.get(key) for key in lossy):
         found = least_loss.with_more(space, _GIB, plan)
@@ -47,16 +47,16 @@ def loss_reports(
         key: LossReport(
             value=loss.value,
             what=str(loss),
-            why=_why(rejected.get(key, {}), least_loss),
+            why=_reason(rejected.get(key, {}), least_loss),
             more=_more(option, loss, wider.get(key), enumerator, memory),
-            left=_left(option, plan, room),
+            left=_remaining_memory(option, plan, topology),
             own_curves=enumerator.has_own_curves(option),
         )
         for key, (option, loss) in lossy.items()
     }
 
 
-def _why(rejected: Mapping[str, str], least_loss: LeastLoss) -> str:
+def _reason(rejected: Mapping[str, str], least_loss: LeastLoss) -> str:
     reasons = [
         f"{kernel}: {reason}"
         for kernel, reason in rejected.items()
@@ -87,13 +87,15 @@ def _more(
     return f"{begin}change nothing" if then == loss else f"{begin}serve other tables"
 
 
-def _left(option: ShardingOption, plan: Sequence[ShardingOption], room: Topology) -> str:
+def _remaining_memory(
+    option: ShardingOption, plan: Sequence[ShardingOption], topology: Topology
+) -> str:
     """Free memory of the fullest rank of a table."""
     ranks = {shard.rank for shard in option.shards if shard.rank is not None}
-    on_host = room.compute_device == "cpu"
+    on_host = topology.compute_device == "cpu"
     left = {
         device.rank: device.storage.ddr if on_host else device.storage.hbm
-        for device in room.devices
+        for device in topology.devices
         if device.rank in ranks
     }
     for other in plan:

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import data_type_to_dtype
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import Kept
 from torchrec_hkv.backends.workload import IdFrequencies
-from torchrec_hkv.planner.options import BackendShardingOption, config_of, is_ours
+from torchrec_hkv.planner.options import BackendShardingOption, config_of, is_backend_option
 from torchrec_hkv.planner.quality_curve import MEASURED, QualityCurve
 from torchrec_hkv.sharding.tables import config_shards
 
@@ -52,14 +52,16 @@ def loss_of(
         frequencies: frequencies of the table's ids.
         curves: quality curves by kind that replace the built-in ones.
     """
-    if not is_ours(option):
+    if not is_backend_option(option):
         return NO_LOSS
-    parts = tuple(_kept(option, frequencies))
+    parts = tuple(_kept_quality(option, frequencies))
     given = {**MEASURED, **(curves or {})}
     return TableLoss(sum(given[part.kind].loss(part.share) for part in parts), parts)
 
 
-def _kept(option: BackendShardingOption, frequencies: IdFrequencies | None) -> Sequence[Kept]:
+def _kept_quality(
+    option: BackendShardingOption, frequencies: IdFrequencies | None
+) -> Sequence[Kept]:
     config = config_of(option)
     whole = [[config.num_embeddings, config.embedding_dim]]
     (table,) = config_shards(config, None, whole, [[0, 0]], option.backend_options)

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ModuleShardingPlan, ShardingPlan
 from torchrec_hkv.planner.report import ReportedModulePlan, columns, format_bytes
 
 # Up to this many different ranks are listed one by one.
-_MOST_LISTED = 4
+_MAX_LISTED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +78,14 @@ class ReportedPlan(ShardingPlan):
 
 
 def rank_memory(
-    plans: Iterable[ReportedModulePlan], options: Iterable[ShardingOption], room: Topology
+    plans: Iterable[ReportedModulePlan], options: Iterable[ShardingOption], topology: Topology
 ) -> list[RankMemory]:
     """The memory of each rank.
 
     Args:
         plans: plans of the modules.
         options: options of all tables, with the ranks of their shards.
-        room: topology with the memory available for tables.
+        topology: topology with the memory available for tables.
     """
     tables: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     used: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -104,7 +104,7 @@ def rank_memory(
             hbm=Memory(tables[device.rank][0], used[device.rank][0], device.storage.hbm),
             host=Memory(tables[device.rank][1], used[device.rank][1], device.storage.ddr),
         )
-        for device in room.devices
+        for device in topology.devices
     ]
 
 
@@ -141,7 +141,7 @@ def _grouped(parts: Sequence[Memory]) -> list[tuple[str, tuple[str, ...]]]:
     by_cells: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, part in enumerate(parts):
         by_cells[_cells(part)].append(rank)
-    if len(by_cells) <= _MOST_LISTED:
+    if len(by_cells) <= _MAX_LISTED:
         return [(_ranges(ranks), cells) for cells, ranks in by_cells.items()]
     by_room = sorted(range(len(parts)), key=lambda rank: parts[rank].free)
     return [

@@ -48,8 +48,8 @@ def check_model(
             if table in choices:
                 found.add(table)
                 _check_table(table, choices[table], constraints.get(table), path, child, sharder)
-    ours = {table for table, choice in choices.items() if choice.backends}
-    missing = sorted(ours - found)
+    backend_tables = {table for table, choice in choices.items() if choice.backends}
+    missing = sorted(backend_tables - found)
     if missing:
         raise ValueError(
             f"Constraints choose a backend for tables {missing}, but the model has no tables "

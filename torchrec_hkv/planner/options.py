@@ -39,20 +39,20 @@ class CopiedOption(ShardingOption):
     @classmethod
     def like(cls, option: ShardingOption) -> Self:
         """Makes it from an option of TorchRec's enumerator."""
-        made = cls.__new__(cls)
-        made.__dict__.update(option.__dict__)
-        return made
+        copied = cls.__new__(cls)
+        copied.__dict__.update(option.__dict__)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, object] | None) -> Self:
         rest = copy.copy(self)
         rest.shards = []
-        made = super(CopiedOption, rest).__deepcopy__(memo)
+        copied = super(CopiedOption, rest).__deepcopy__(memo)
         # Sizes are shared: they are not changed after the enumeration.
-        made.shards = [
+        copied.shards = [
             Shard(each.size, each.offset, _clone(each.storage), _clone(each.perf), each.rank)
             for each in self.shards
         ]
-        return made
+        return copied
 
 
 _T = TypeVar("_T")
@@ -62,9 +62,9 @@ def _clone(value: _T) -> _T:
     """A copy of an object with plain attributes, without the work of the module ``copy``."""
     if value is None:
         return value
-    made = object.__new__(type(value))
-    made.__dict__.update(value.__dict__)
-    return made
+    copied = object.__new__(type(value))
+    copied.__dict__.update(value.__dict__)
+    return copied
 
 
 class BackendShardingOption(CopiedOption):
@@ -76,7 +76,7 @@ class BackendShardingOption(CopiedOption):
         label: identifies the alternative among those of the table.
         is_open: whether variants of the options may be used.
         origin: the enumerated option that this is a variant of; None if it is none.
-        made_shards: the shards in the form that backends take, once their sizes are final. Shards
+        table_shards: the shards in the form that backends take, once their sizes are final. Shards
             of one size share one object.
         stock_times: TorchRec's time estimate for each shard, which is the same for variants.
     """
@@ -86,30 +86,30 @@ class BackendShardingOption(CopiedOption):
     label: str
     is_open: bool
     origin: BackendShardingOption | None = None
-    made_shards: list[TableShard] | None = None
+    table_shards: list[TableShard] | None = None
     stock_times: list[Perf] | None = None
 
     @classmethod
     def of(cls, option: ShardingOption, candidate: Candidate) -> BackendShardingOption:
         """Makes it from an option of TorchRec's enumerator."""
-        made = cls.like(option)
-        made.backend, made.backend_options = candidate.backend, candidate.options
-        made.label, made.is_open = candidate.label, candidate.is_open
-        return made
+        option_copy = cls.like(option)
+        option_copy.backend, option_copy.backend_options = candidate.backend, candidate.options
+        option_copy.label, option_copy.is_open = candidate.label, candidate.is_open
+        return option_copy
 
     def variant(self, options: BackendOptions) -> BackendShardingOption:
         """A copy with other options of the backend, without memory and times."""
-        made = copy.copy(self)
-        made.backend_options, made.is_open, made.origin = options, False, self
+        copied = copy.copy(self)
+        copied.backend_options, copied.is_open, copied.origin = options, False, self
         # Sizes are shared: they are not changed after the enumeration.
-        made.shards = [Shard(shard.size, shard.offset) for shard in self.shards]
-        made.made_shards = shared_shards(made)
-        return made
+        copied.shards = [Shard(shard.size, shard.offset) for shard in self.shards]
+        copied.table_shards = shared_shards(copied)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, object] | None) -> BackendShardingOption:
-        made = copy.copy(self)
-        made.origin = made.made_shards = None  # another process does not need them
-        return super(BackendShardingOption, made).__deepcopy__(memo)
+        copied = copy.copy(self)
+        copied.origin = copied.table_shards = None  # another process does not need them
+        return super(BackendShardingOption, copied).__deepcopy__(memo)
 
     def __hash__(self) -> int:
         return hash((super().__hash__(), self.label, self.backend_options))
@@ -120,14 +120,14 @@ class BackendShardingOption(CopiedOption):
         return super().storage_hash() ^ zlib.crc32(f"{self.label} {text}".encode())
 
 
-def is_ours(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
+def is_backend_option(option: ShardingOption) -> TypeGuard[BackendShardingOption]:
     """Whether the option is for a table on a backend."""
     return isinstance(option, BackendShardingOption)
 
 
 def kernel_of(option: ShardingOption) -> str:
     """The label of a backend option, or the name of the stock kernel."""
-    return option.label if is_ours(option) else option.compute_kernel
+    return option.label if is_backend_option(option) else option.compute_kernel
 
 
 def full_name(option: ShardingOption) -> str:
@@ -157,8 +157,8 @@ def config_of(option: ShardingOption) -> BaseEmbeddingConfig:
 
 def shards_of(option: BackendShardingOption) -> list[TableShard]:
     """The shards of an option's table in the form that backends take."""
-    if option.made_shards is not None:
-        return option.made_shards
+    if option.table_shards is not None:
+        return option.table_shards
     return config_shards(
         config_of(option),
         option.sharding_type,
@@ -173,16 +173,16 @@ def shared_shards(option: BackendShardingOption) -> list[TableShard]:
     config, options = config_of(option), option.backend_options
     count = config.num_embeddings
     rows = options.rows_for(count)
-    made: dict[tuple[int, int], TableShard] = {}
+    by_size: dict[tuple[int, int], TableShard] = {}
     shards = []
     for shard in option.shards:
         first, end = shard.offset[0], shard.offset[0] + shard.size[0]
         size = (end * rows // count - first * rows // count, shard.size[1])
-        if size not in made:
-            (made[size],) = config_shards(
+        if size not in by_size:
+            (by_size[size],) = config_shards(
                 config, option.sharding_type, [shard.size], [shard.offset], options
             )
-        shards.append(made[size])
+        shards.append(by_size[size])
     return shards
 
 
@@ -197,7 +197,7 @@ def distinct(shards: Sequence[TableShard]) -> list[TableShard]:
 
 def disadvantage(option: ShardingOption) -> str | None:
     """The reason why a stock kernel would serve the table better, or None."""
-    if not is_ours(option):
+    if not is_backend_option(option):
         return None
     return registry.get(option.backend).disadvantage(shards_of(option)[0])
 

@@ -12,10 +12,10 @@ from torchrec_hkv import _C
 from torchrec_hkv.compat import ranks_of_host
 
 #: Number of bytes that counts as unlimited. Sums of it fit in 64 bits.
-_ENDLESS = 1 << 61
+_UNLIMITED = 1 << 61
 
 #: Free memory of ranks.
-Rooms = _C.PlannerRooms
+FreeMemory = _C.PlannerRooms
 
 #: The ranks on which the shards of an option may be.
 _SPREADS = {
@@ -26,18 +26,18 @@ _SPREADS = {
 }
 
 
-class Parts:
+class ShardNeeds:
     """The needs of an option's shards.
 
     Attributes:
-        needs: the needs in the form that C++ takes.
+        native: the needs in the form that C++ takes.
         is_placed: see :func:`is_placed`.
         hbm: bytes of HBM over all shards.
         host: bytes of host memory over all shards.
         time: time of a step over all shards.
     """
 
-    __slots__ = ("hbm", "host", "is_placed", "needs", "time")
+    __slots__ = ("hbm", "host", "is_placed", "native", "time")
 
     def __init__(self, option: ShardingOption) -> None:
         """
@@ -46,38 +46,38 @@ class Parts:
         """
         of_shards = [
             (
-                0 if (stored := shard.storage) is None else min(stored.hbm, _ENDLESS),
-                0 if stored is None else min(stored.ddr, _ENDLESS),
+                0 if (stored := shard.storage) is None else min(stored.hbm, _UNLIMITED),
+                0 if stored is None else min(stored.ddr, _UNLIMITED),
                 0.0 if (perf := shard.perf) is None else perf.total,
             )
             for shard in option.shards
         ]
-        self.needs = _C.PlannerParts(of_shards, _spread(option))
+        self.native = _C.PlannerParts(of_shards, _spread(option))
         self.is_placed = is_placed(option)
-        self.hbm, self.host = self.needs.hbm, self.needs.host
-        self.time = self.needs.time
+        self.hbm, self.host = self.native.hbm, self.native.host
+        self.time = self.native.time
 
     @property
     def num_shards(self) -> int:
         """Number of shards."""
-        return len(self.needs)
+        return len(self.native)
 
     @property
     def size(self) -> tuple[int, int]:
         """Sort key: the bytes of the largest shard, then of all shards."""
-        return self.needs.most_bytes, self.hbm + self.host
+        return self.native.most_bytes, self.hbm + self.host
 
 
-class Sums:
+class PlanSums:
     """Sums over the options of plans. Only the options that differ from the previous plan are
     added and subtracted."""
 
-    def __init__(self, parts: Callable[[ShardingOption], Parts]) -> None:
+    def __init__(self, needs_of: Callable[[ShardingOption], ShardNeeds]) -> None:
         """
         Args:
-            parts: returns the needs of an option.
+            needs_of: returns the needs of an option.
         """
-        self._parts = parts
+        self._parts = needs_of
         self._plan: list[ShardingOption] = []
         self._sums = (0, 0, 0, 0.0)
 
@@ -95,21 +95,21 @@ class Sums:
         self._plan = list(plan)
         return self._sums
 
-    def _add(self, parts: Parts, times: int) -> None:
-        hbm, host, shards, took = self._sums
+    def _add(self, parts: ShardNeeds, times: int) -> None:
+        hbm, host, shards, time = self._sums
         self._sums = (
             hbm + times * parts.hbm,
             host + times * parts.host,
             shards + times * parts.num_shards,
-            took + times * parts.time,
+            time + times * parts.time,
         )
 
 
-def rooms_of(topology: Topology) -> Rooms:
+def free_memory(topology: Topology) -> FreeMemory:
     """The memory of a topology."""
-    return Rooms(
-        [min(device.storage.hbm, _ENDLESS) for device in topology.devices],
-        [min(device.storage.ddr, _ENDLESS) for device in topology.devices],
+    return FreeMemory(
+        [min(device.storage.hbm, _UNLIMITED) for device in topology.devices],
+        [min(device.storage.ddr, _UNLIMITED) for device in topology.devices],
         ranks_of_host(topology),
     )
 
@@ -130,25 +130,25 @@ def is_by_host(option: ShardingOption) -> bool:
     return option.partition_by in (PartitionByType.HOST.value, PartitionByType.MULTI_HOST.value)
 
 
-def pack(proposal: Sequence[Parts], rooms: Rooms) -> list[list[int]] | None:
+def pack(proposal: Sequence[ShardNeeds], memory: FreeMemory) -> list[list[int]] | None:
     """Assigns each shard to a rank with enough memory, so that the slowest rank takes little time.
 
     Args:
         proposal: one option per table.
-        rooms: the free memory of the ranks.
+        memory: the free memory of the ranks.
 
     Returns:
         The index of a rank for each shard of each option; None if no assignment was found.
     """
-    return rooms.pack([parts.needs for parts in proposal], True)
+    return memory.pack([parts.native for parts in proposal], True)
 
 
-def fits(proposal: Sequence[Parts], rooms: Rooms) -> bool:
+def fits(proposal: Sequence[ShardNeeds], memory: FreeMemory) -> bool:
     """Whether an assignment was found, however slow."""
-    return rooms.fits([parts.needs for parts in proposal])
+    return memory.fits([parts.native for parts in proposal])
 
 
-def slowest(proposal: Sequence[Parts], rooms: Rooms) -> float | None:
+def slowest_rank_time(proposal: Sequence[ShardNeeds], memory: FreeMemory) -> float | None:
     """Time of a step on the slowest rank after :func:`pack`, as TorchRec's ``NoopPerfModel`` adds
     it up; None if no assignment was found."""
-    return rooms.fastest([parts.needs for parts in proposal])
+    return memory.fastest([parts.native for parts in proposal])

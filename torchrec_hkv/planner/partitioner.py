@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_hkv.planner.packing import Parts, is_placed, pack, rooms_of
+from torchrec_hkv.planner.packing import ShardNeeds, free_memory, is_placed, pack
 
 
 class SearchingPartitioner(GreedyPerfPartitioner):
@@ -42,7 +42,7 @@ class SearchingPartitioner(GreedyPerfPartitioner):
         """
         if hbm_per_device is not None or not all(is_placed(option) for option in proposal):
             return super().partition(proposal, storage_constraint, hbm_per_device)
-        packed = pack(list(map(Parts, proposal)), rooms_of(storage_constraint))
+        packed = pack(list(map(ShardNeeds, proposal)), free_memory(storage_constraint))
         if packed is None:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,

@@ -22,7 +22,7 @@ from torchrec_hkv.backends.workload import StepTime
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import KernelChoice
-from torchrec_hkv.planner.options import BackendShardingOption, is_ours, shards_of
+from torchrec_hkv.planner.options import BackendShardingOption, is_backend_option, shards_of
 from torchrec_hkv.planner.stock_kernels import FUSED, fused_work
 from torchrec_hkv.planner.workload import shard_workload
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
@@ -116,14 +116,16 @@ class PerfEstimator(ShardEstimator):
                 _scale_exchanges(option, self._exchange)
 
     def _estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
-        stock = [option for option in sharding_options if not is_ours(option)]
+        stock = [option for option in sharding_options if not is_backend_option(option)]
         _estimate_distinct(self._stock, stock, args, kwargs)
         if FUSED in self._measured:
             self._measure_stock(stock, args, kwargs)
         for name, estimator in self._by_backend.items():
-            ours = [o for o in sharding_options if is_ours(o) and o.backend == name]
-            _estimate_distinct(estimator, ours, args, kwargs)
-            for option in ours:
+            backend_options = [
+                o for o in sharding_options if is_backend_option(o) and o.backend == name
+            ]
+            _estimate_distinct(estimator, backend_options, args, kwargs)
+            for option in backend_options:
                 option.stock_times = [copy.copy(shard.perf) for shard in option.shards]
                 self._correct(option, sharder_fused_params(option, args, kwargs))
         if self._measured and self._exchange is not None:
@@ -149,19 +151,19 @@ class PerfEstimator(ShardEstimator):
     def _bytes_of_a_rank(self, options: list[ShardingOption]) -> float:
         """Mean bytes of tables on a rank, with the smallest option of each table. Tables share the
         caches of a device, so a small table among others is read like a large one."""
-        least: dict[tuple[str, str], int] = {}
+        minimum: dict[tuple[str, str], int] = {}
         for option in options:
             counts = stock_table_bytes(option)
-            if is_ours(option):
+            if is_backend_option(option):
                 backend = registry.get(option.backend)
-                kept = [
+                selected = [
                     backend.storage(shard, None, self._topology.compute_device)
                     for shard in shards_of(option)
                 ]
-                counts = [part.hbm + part.host for part in kept]
+                counts = [part.hbm + part.host for part in selected]
             key = (option.path, option.name)
-            least[key] = min(sum(counts), least.get(key, sum(counts)))
-        return sum(least.values()) / self._topology.world_size
+            minimum[key] = min(sum(counts), minimum.get(key, sum(counts)))
+        return sum(minimum.values()) / self._topology.world_size
 
     def group_time(self, kernel: str) -> StepTime | None:
         """Constant time of a group of tables on one kernel; None if unknown.
@@ -174,7 +176,7 @@ class PerfEstimator(ShardEstimator):
 
     def is_calibrated(self, option: ShardingOption) -> bool:
         """Whether the times of an option come from measured constants."""
-        return (option.backend if is_ours(option) else FUSED) in self._measured
+        return (option.backend if is_backend_option(option) else FUSED) in self._measured
 
     def _backend_times(
         self, option: BackendShardingOption, fused_params: Mapping[str, Any] | None

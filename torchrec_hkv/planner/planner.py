@@ -25,7 +25,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_hkv import environment
 from torchrec_hkv.collective import on_leader
 from torchrec_hkv.planner.alternatives import why_rejected
-from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest, too_large
+from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest_options, too_large
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
@@ -125,7 +125,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._replicas = ReplicaGroups(replica_groups, sync_every)
         if batch_size is None:
             batch_size = environment.number("BATCH_SIZE", None)
-        self._given, self._shard_by_batch_size = constraints, shard_by_batch_size
+        self._user_constraints, self._shard_by_batch_size = constraints, shard_by_batch_size
         self._choices = choices(constraints)
         self._warned: set[tuple[str, str]] = set()
         super().__init__(
@@ -139,7 +139,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._space: list[ShardingOption] = []
         self._least_loss = LeastLoss(
             lambda: self._enumerator,
-            self._room,
+            self._available_topology,
             self._partitioner,
             self._perf_model,
             max_quality_loss,
@@ -148,19 +148,19 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self._proposers = [
             LossOrderedProposer(
                 self._proposers if kwargs.get("proposer") else None,
-                self._whole,
-                self._least_loss.whole_plan,
+                self._lossless_options,
+                self._least_loss.lossless_plan,
                 self._least_loss.proposals,
             )
         ]
         self._make_enumerator()
 
-    def _room(self) -> Topology:
+    def _available_topology(self) -> Topology:
         """Topology with the memory available for tables, for the current plan."""
         room = self._storage_reservation.last_reserved_topology
         return self._topology if room is None else room
 
-    def _whole(self, space: list[ShardingOption]) -> list[ShardingOption]:
+    def _lossless_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
         """The options without loss. Also stores all options for the report."""
         self._space = space
         return self._least_loss.without_loss(space)
@@ -177,14 +177,14 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
     def _complete(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
         """Completes the constraints from environment variables and the batch size."""
         constraints = completed(
-            self._given,
+            self._user_constraints,
             module,
             sharders,
             self._batch_size,
             self._topology.compute_device,
             self._shard_by_batch_size,
         )
-        if constraints != (self._given or {}):
+        if constraints != (self._user_constraints or {}):
             self._choices = choices(constraints)
             self._constraints = translated(constraints, self._choices)
             self._make_enumerator()
@@ -269,9 +269,9 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             return error
         space = self._enumerator.enumerate(module, sharders)
         options = self._least_loss.smallest_options(space)
-        missing = missing_bytes(smallest(options, room), room)
+        missing = missing_bytes(smallest_options(options, room), room)
         if not missing:
-            missing = missing_bytes(smallest(options, room, fit_ranks=False), room)
+            missing = missing_bytes(smallest_options(options, room, fit_ranks=False), room)
         if not missing:
             return self._least_loss.refusal(space) or error
         return PlannerError(
@@ -288,13 +288,13 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             self._least_loss,
             self._space,
             rejected,
-            self._room(),
+            self._available_topology(),
         )
 
     def _loses_more(self, option: ShardingOption, chosen: ShardingOption) -> bool:
         """Whether an option is ruled out because it loses more than the chosen one."""
-        lost, own = self._enumerator.loss(option), self._enumerator.loss(chosen)
-        more = (lost.is_lossy, lost.value) > (own.is_lossy, own.value)
+        lost, chosen_loss = self._enumerator.loss(option), self._enumerator.loss(chosen)
+        more = (lost.is_lossy, lost.value) > (chosen_loss.is_lossy, chosen_loss.value)
         return more and not (
             self._least_loss.is_traded and lost.value <= (self._max_quality_loss or 0.0)
         )
@@ -332,7 +332,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
                 plan,
                 by_table[chosen.path, chosen.name],
                 self._enumerator.refused[chosen.path, chosen.name],
-                self._least_loss.missing,
+                self._least_loss.missing_memory,
                 self._least_loss.rating,
                 best,
                 self._loses_more,

@@ -114,7 +114,7 @@ class LossOrderedProposer(Proposer):
             search: returns further plans, given all options and the best rating so far (None if
                 nothing fits).
         """
-        self._given = proposers
+        self._custom_proposers = proposers
         self._without_loss, self._fastest, self._search = without_loss, fastest, search
         self._proposers: list[Proposer] = []
         self._space: list[ShardingOption] = []
@@ -132,10 +132,10 @@ class LossOrderedProposer(Proposer):
         for proposer in self._proposers:
             proposer.load(search_space=whole, enumerator=enumerator)
 
-    def _proposers_of(self, whole: list[ShardingOption]) -> list[Proposer]:
-        if self._given is not None:
-            return list(self._given)
-        found = self._fastest(whole)
+    def _proposers_of(self, lossless: list[ShardingOption]) -> list[Proposer]:
+        if self._custom_proposers is not None:
+            return list(self._custom_proposers)
+        found = self._fastest(lossless)
         return default_proposers() if found is None else [_Fixed(found)]
 
     def propose(self) -> list[ShardingOption] | None:

@@ -76,14 +76,17 @@ class QualityCurve:
         if not rows or any(rows[0].get(name) is None for name in wanted):
             raise ValueError(f"{path} must have the columns {', '.join(wanted)} and a row.")
         dense = [float(row["auc"]) for row in rows if row["variant"] == "dense"]
-        own = [row for row in rows if row["variant"] == variant]
-        if not dense or not own:
+        of_variant = [row for row in rows if row["variant"] == variant]
+        if not dense or not of_variant:
             found = sorted({row["variant"] for row in rows})
             raise ValueError(
                 f"{path} has variants {found}, but 'dense' and {variant!r} are needed."
             )
         return cls(
-            tuple((1 / float(row["ratio"]), max(dense[0] - float(row["auc"]), 0.0)) for row in own)
+            tuple(
+                (1 / float(row["ratio"]), max(dense[0] - float(row["auc"]), 0.0))
+                for row in of_variant
+            )
         )
 
     def loss(self, share: float) -> float:
@@ -94,7 +97,7 @@ class QualityCurve:
         """
         if share >= 1:
             return 0.0
-        points = [(0.0, 0.0), *((-math.log(kept), loss) for kept, loss in self.points)]
+        points = [(0.0, 0.0), *((-math.log(kept_share), loss) for kept_share, loss in self.points)]
         given_up = -math.log(share)
         upper = next((i for i, (at, _) in enumerate(points) if at >= given_up), len(points) - 1)
         (x0, y0), (x1, y1) = points[upper - 1], points[upper]

@@ -219,7 +219,7 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         if not ranks or not self.stages:
             return ""
         slowest = max(ranks, key=lambda rank: sum(self.step_times(rank).values()))
-        parts = [f"{name} {took:.3g}" for name, took in self.step_times(slowest).items()]
+        parts = [f"{name} {time:.3g}" for name, time in self.step_times(slowest).items()]
         return f"\nA step of rank {slowest}, in ms: {', '.join(parts)}\n"
 
     def _traffic(self) -> str:
@@ -231,22 +231,24 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         if total.inter_host:
             text += f", {_size(total.inter_host)} to other hosts"
         across = {n: r.traffic.inter_host for n, r in self.reports.items() if r.traffic is not None}
-        return f"\n{_wrapped(text + _most(across))}\n"
+        return f"\n{_wrapped(text + _maximum(across))}\n"
 
     def _syncs(self) -> str:
         """A line with the bytes of a sync; empty without replicas."""
         if self.replicas.groups == 1:
             return ""
         ranks = {rank for report in self.reports.values() for rank in report.ranks}
-        most = max((self.sync_bytes(rank) for rank in ranks), default=0.0)
+        maximum = max((self.sync_bytes(rank) for rank in ranks), default=0.0)
         every = self.replicas.sync_every
-        a_step = f", {_size(most / every)} a step" if every > 1 else ""
+        a_step = f", {_size(maximum / every)} a step" if every > 1 else ""
         steps = f"every {every} steps" if every > 1 else "after each step"
         text = (
             f"A sync of {self.replicas.groups} replicas, {steps}, has a rank send up to "
-            f"{_size(most)}{a_step}"
+            f"{_size(maximum)}{a_step}"
         )
-        return f"\n{_wrapped(text + _most({n: r.sync_bytes for n, r in self.reports.items()}))}\n"
+        return (
+            f"\n{_wrapped(text + _maximum({n: r.sync_bytes for n, r in self.reports.items()}))}\n"
+        )
 
     def _choices(self) -> str:
         """A line per table with alternatives."""
@@ -268,7 +270,7 @@ def _size(count: float) -> str:
     return format_bytes(round(count))
 
 
-def _most(sizes: Mapping[str, float]) -> str:
+def _maximum(sizes: Mapping[str, float]) -> str:
     """The tables with the most bytes; empty for a single table."""
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:3]
     if not largest or len(sizes) < 2:
@@ -292,16 +294,16 @@ def _exchanges(reports: Sequence[TableReport]) -> list[IdExchange]:
     """The input distributions, one per sharding type."""
     exchanges = []
     for sharding_type in sorted({report.sharding_type for report in reports}):
-        own = [report for report in reports if report.sharding_type == sharding_type]
-        has_backends = any(report.kernel in registry.names() for report in own)
+        of_type = [report for report in reports if report.sharding_type == sharding_type]
+        has_backends = any(report.kernel in registry.names() for report in of_type)
         name = input_dist_of(sharding_type, has_backends)
         if name is not None:
             exchanges.append(
                 IdExchange(
                     name,
-                    features=sum(report.features for report in own),
-                    bags=sum(report.bags for report in own),
-                    ids=sum(report.ids for report in own),
+                    features=sum(report.features for report in of_type),
+                    bags=sum(report.bags for report in of_type),
+                    ids=sum(report.ids for report in of_type),
                 )
             )
     return exchanges

@@ -30,7 +30,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.constants import FIXED, fitted
+from torchrec_hkv.backends.constants import FIXED, fit_works
 from torchrec_hkv.planner.stages import INPUT_DISTS, STAGES, StageTimes
 from torchrec_hkv.sharding.modules.sharders import BackendEmbeddingBagCollectionSharder
 from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSharding
@@ -112,8 +112,8 @@ def stage_timers(device: torch.device) -> Iterator[dict[int, StageTimer]]:
         envs = {dist.get_world_size(): ShardingEnv.from_process_group(dist.group.WORLD)}
         if dist.get_world_size() > 1:
             # All ranks take part in creating groups; creating an environment creates one, too.
-            own = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-            alone = ShardingEnv.from_process_group(own[dist.get_rank()])
+            groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+            alone = ShardingEnv.from_process_group(groups[dist.get_rank()])
             envs = {1: alone, **envs} if dist.get_rank() == 0 else envs
         yield {ranks: StageTimer(device, env) for ranks, env in envs.items()}
     finally:
@@ -156,9 +156,9 @@ class StageTimer:
                 for at in range(_WARM + _TURN):
                     # Each step gets a new batch, because an exchanged batch caches its counts. The
                     # other stages do not depend on the input distribution: one times them.
-                    took = self._step(module, shape.batch(self._device), key[0] == STAGES[0])
+                    step_times = self._step(module, shape.batch(self._device), key[0] == STAGES[0])
                     if at >= _WARM:
-                        self._times[key].append(took)
+                        self._times[key].append(step_times)
 
     def times(self) -> tuple[StageTimes, float | None]:
         """Milliseconds of each stage, with lookup and backward for almost no ids; and the bytes of
@@ -177,17 +177,17 @@ class StageTimer:
             for name in INPUT_DISTS.values()
             for kinds in [[kind for of, kind in took if of == name]]
         }
-        (least, few), (several, many), (bags, most) = (
+        (minimum, few), (several, many), (bags, maximum) = (
             (took[STAGES[0], kind], self._modules[STAGES[0], kind][1])
             for kind in ("least", "several", "bags")
         )
         for at, stage in enumerate(STAGES[1:], 1):
-            feature = max(several[at] - least[at], 0.0) / (many.features - few.features)
-            stages[stage] = {"fixed": max(least[at] - feature, 0.0), "feature": feature}
-        rows = bags[2] - least[2]
+            feature = max(several[at] - minimum[at], 0.0) / (many.features - few.features)
+            stages[stage] = {"fixed": max(minimum[at] - feature, 0.0), "feature": feature}
+        rows = bags[2] - minimum[2]
         if self._ranks == 1 or rows <= 0:
             return stages, None
-        return stages, 4.0 * self._ranks * most.bags * most.features * _DIM / rows
+        return stages, 4.0 * self._ranks * maximum.bags * maximum.features * _DIM / rows
 
     def _sharded(self, features: int, has_backends: bool, by_table: bool) -> Any:
         """A sharded collection of small tables."""
@@ -248,7 +248,7 @@ def input_dist_costs(shapes: Sequence[BatchShape], times: Sequence[float]) -> di
         shapes: shapes of the batches.
         times: milliseconds of each batch.
     """
-    found: Mapping[str, float] = fitted([shape.work for shape in shapes], times)
+    found: Mapping[str, float] = fit_works([shape.work for shape in shapes], times)
     return {"fixed": found[FIXED], **{name: found[name] for name in ("feature", "bag", "id")}}
 
 

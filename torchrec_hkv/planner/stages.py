@@ -75,8 +75,8 @@ def step_parts(
         exchanges: the input distributions.
     """
     counts = {"fixed": 1.0, "feature": float(features)}
-    times = {stage: _took(stages.get(stage, {}), counts) for stage in STAGES[1:]}
-    took = 0.0
+    times = {stage: _stage_time(stages.get(stage, {}), counts) for stage in STAGES[1:]}
+    exchange_time = 0.0
     for exchange in exchanges:
         counts = {
             "fixed": 1.0,
@@ -84,9 +84,9 @@ def step_parts(
             "bag": exchange.bags,
             "id": exchange.ids,
         }
-        took += _took(stages.get(exchange.name, stages.get(STAGES[0], {})), counts)
-    return {STAGES[0]: took, **times}
+        exchange_time += _stage_time(stages.get(exchange.name, stages.get(STAGES[0], {})), counts)
+    return {STAGES[0]: exchange_time, **times}
 
 
-def _took(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
+def _stage_time(costs: Mapping[str, float], counts: Mapping[str, float]) -> float:
     return sum(cost * counts[name] for name, cost in costs.items())

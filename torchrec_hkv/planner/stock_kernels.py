@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-from torchrec_hkv.backends.calibration import row_batches, row_tables, rows_in, timed
+from torchrec_hkv.backends.calibration import row_batches, row_tables, rows_in, time_steps
 from torchrec_hkv.backends.constants import Constants, TimedStep, fit_constants
 from torchrec_hkv.backends.workload import Work, Workload, row_work
 
@@ -40,7 +40,7 @@ def fused_work(load: Workload, dim: int, table_bytes: float, rows: int) -> Work:
     return row_work(load, dim, table_bytes / max(rows, 1))
 
 
-def calibrated_fused(device: torch.device, progress: Callable[[str], None]) -> Constants:
+def calibrate_fused(device: torch.device, progress: Callable[[str], None]) -> Constants:
     """The constants of TorchRec's ``fused`` kernel on a device.
 
     Args:
@@ -77,6 +77,6 @@ def calibrated_fused(device: torch.device, progress: Callable[[str], None]) -> C
             return table(ids, offsets)
 
         for batch in row_batches(device.type):
-            took, load = timed(step, batch, rows, device)
-            samples.append(TimedStep(fused_work(load, dim, size, rows), took, float(size)))
+            step_time, load = time_steps(step, batch, rows, device)
+            samples.append(TimedStep(fused_work(load, dim, size, rows), step_time, float(size)))
     return fit_constants(samples)

@@ -20,7 +20,12 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import OptimizerSpec, StorageBytes
 from torchrec_hkv.backends.workload import Workload
 from torchrec_hkv.compat import sharder_fused_params, stock_table_bytes
-from torchrec_hkv.planner.options import BackendShardingOption, distinct, is_ours, shards_of
+from torchrec_hkv.planner.options import (
+    BackendShardingOption,
+    distinct,
+    is_backend_option,
+    shards_of,
+)
 from torchrec_hkv.planner.workload import shard_workload
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 
@@ -53,14 +58,14 @@ class StorageEstimator(EmbeddingStorageEstimator):
         self._handed_on = (args, kwargs)
         super().estimate(sharding_options, *args, **kwargs)
         on_host = self._device_type == "cpu"
-        for option in filter(is_ours, sharding_options):
+        for option in filter(is_backend_option, sharding_options):
             fused_params = sharder_fused_params(option, args, kwargs)
             optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-            taken = self._taken(option, optimizer, self._load(option))
-            for shard, counted, own in zip(
+            taken = self._storage(option, optimizer, self._load(option))
+            for shard, counted, shard_storage in zip(
                 option.shards, stock_table_bytes(option), taken, strict=True
             ):
-                shard.storage += own
+                shard.storage += shard_storage
                 shard.storage -= Storage(0, counted) if on_host else Storage(counted, 0)
 
     def estimate_variants(self, options: list[BackendShardingOption]) -> None:
@@ -80,23 +85,23 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 load = self._load(origin)
                 # Communication buffers, which variants do not change.
                 buffers = [
-                    (shard.storage or Storage(0, 0)) - own
-                    for shard, own in zip(
-                        origin.shards, self._taken(origin, optimizer, load), strict=True
+                    (shard.storage or Storage(0, 0)) - shard_storage
+                    for shard, shard_storage in zip(
+                        origin.shards, self._storage(origin, optimizer, load), strict=True
                     )
                 ]
                 of_origin[id(origin)] = (buffers, optimizer, load)
             buffers, optimizer, load = of_origin[id(origin)]
-            taken = self._taken(option, optimizer, load)
+            taken = self._storage(option, optimizer, load)
             sums: dict[tuple[int, int, int, int], Storage] = {}
-            for shard, buffer, own in zip(option.shards, buffers, taken, strict=True):
-                key = (buffer.hbm, buffer.ddr, own.hbm, own.ddr)
-                shard.storage = sums.setdefault(key, buffer + own)
+            for shard, buffer, shard_storage in zip(option.shards, buffers, taken, strict=True):
+                key = (buffer.hbm, buffer.ddr, shard_storage.hbm, shard_storage.ddr)
+                shard.storage = sums.setdefault(key, buffer + shard_storage)
 
     def _load(self, option: BackendShardingOption) -> Workload:
         return shard_workload(option, self._of_ranks, self._by_table.get(option.name), None)
 
-    def _taken(
+    def _storage(
         self, option: BackendShardingOption, optimizer: OptimizerSpec, load: Workload
     ) -> list[Storage]:
         """Memory of each shard's table, and temporary memory of a step."""
@@ -121,7 +126,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
             option: an option on a stock kernel or a backend.
             fused_params: fused parameters of the sharder of the option's module.
         """
-        if not is_ours(option):
+        if not is_backend_option(option):
             return [self._stock_bytes(option, count) for count in stock_table_bytes(option)]
         optimizer = applied_optimizer(option.name, option.tensor, fused_params)
         backend = registry.get(option.backend)

@@ -17,9 +17,15 @@ from torchrec_hkv.compat import stock_table_bytes
 from torchrec_hkv.planner.calibration import Calibration
 from torchrec_hkv.planner.constraints import KernelChoice
 from torchrec_hkv.planner.enumerator import BackendEnumerator
-from torchrec_hkv.planner.options import is_ours, shards_of
+from torchrec_hkv.planner.options import is_backend_option, shards_of
 from torchrec_hkv.planner.report import LossReport, ReplicaGroups, ReportedModulePlan, TableReport
-from torchrec_hkv.planner.traffic import Asked, Hosts, Traffic, ring_bytes, step_traffic
+from torchrec_hkv.planner.traffic import (
+    HostTopology,
+    TableLookups,
+    Traffic,
+    ring_bytes,
+    step_traffic,
+)
 from torchrec_hkv.planner.workload import num_features, rank_bags, rank_ids, shard_workload
 from torchrec_hkv.sharding.kernels.optimizer import applied_optimizer
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
@@ -73,19 +79,19 @@ class TableReporter:
         for table, sharding in module_plan.items():
             option = options[path, table]
             described = ""
-            if is_ours(option):
+            if is_backend_option(option):
                 sharding = BackendParameterSharding.wrap(
                     sharding, option.backend, option.backend_options
                 )
                 described = registry.get(option.backend).describe(option.backend_options)
             shardings[table] = sharding
-            kernel = option.backend if is_ours(option) else option.compute_kernel
+            kernel = option.backend if is_backend_option(option) else option.compute_kernel
             reports[table] = TableReport(
                 kernel=kernel,
                 sharding_type=option.sharding_type,
                 ranks=tuple(sharding.ranks or ()),
                 rows=tuple(part.capacity for part in shards_of(option))
-                if is_ours(option)
+                if is_backend_option(option)
                 else tuple(shard.size[0] for shard in option.shards),
                 dim=option.tensor.shape[1],
                 bytes=tuple(
@@ -118,17 +124,17 @@ class TableReporter:
         constraint = self.constraints.get(option.name)
         rows, columns = option.tensor.shape
         return step_traffic(
-            Asked(
+            TableLookups(
                 option.sharding_type,
                 [shard.size[1] for shard in option.shards],
                 rank_ids(option, constraint),
                 rank_bags(option, constraint),
                 option.is_pooled,
                 replicated_bytes=registry.get(option.backend).gradient_bytes(shards_of(option)[0])
-                if is_ours(option)
+                if is_backend_option(option)
                 else 4 * rows * columns,
             ),
-            Hosts(self.topology.world_size, local),
+            HostTopology(self.topology.world_size, local),
         )
 
     def _sync_bytes(self, option: ShardingOption, fused_params: Mapping[str, Any] | None) -> float:
@@ -136,7 +142,7 @@ class TableReporter:
         groups = self.replicas.groups
         if groups == 1 or option.sharding_type == ShardingType.DATA_PARALLEL.value:
             return 0.0
-        if not is_ours(option):
+        if not is_backend_option(option):
             return ring_bytes(max(stock_table_bytes(option)), groups)
         here, anywhere = (
             shard_workload(

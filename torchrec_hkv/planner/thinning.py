@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from torchrec_hkv.backends.protocol import BackendOptions
+from torchrec_hkv.planner.loss_bounds import Table
 from torchrec_hkv.planner.options import BackendShardingOption
-from torchrec_hkv.planner.prices import Table
 
 #: The first search tries every 8th variant of a table; with up to 32 tables every 2nd.
 _EVERY, _FEW, _EVERY_OF_FEW = 8, 32, 2
@@ -22,14 +22,14 @@ class Thinning:
 
     Attributes:
         tables: tables whose variants are selected; None for all.
-        every: one of this many variants of a chain is selected; None for its ends only.
+        stride: one of this many variants of a chain is selected; None for its ends only.
         around: chosen options by table. Their neighbours in the chain are selected, too.
         bounded: tables with a bound on their loss. All their variants are selected, because some
             may lose more than the bound.
     """
 
     tables: Collection[Table] | None = None
-    every: int | None = None
+    stride: int | None = None
     around: Mapping[Table, BackendOptions] = dataclasses.field(default_factory=dict)
     bounded: Collection[Table] = ()
 
@@ -65,24 +65,24 @@ class Thinning:
         found: list[BackendOptions] = []
         for chain in chains:
             last = len(chain) - 1
-            places = {0, last, *(range(0, last, self.every) if self.every else ())}
-            if chosen is not None and self.every and chosen in chain:
+            places = {0, last, *(range(0, last, self.stride) if self.stride else ())}
+            if chosen is not None and self.stride and chosen in chain:
                 at = chain.index(chosen)
-                places.update(range(max(at - self.every + 1, 0), min(at + self.every, last + 1)))
+                places.update(range(max(at - self.stride + 1, 0), min(at + self.stride, last + 1)))
             found += [chain[place] for place in sorted(places)]
         return found
 
 
-EVERY_VARIANT = Thinning(every=1)
+EVERY_VARIANT = Thinning(stride=1)
 
 
 def chains_of(
     options: BackendOptions, listed: Sequence[BackendOptions]
 ) -> list[list[BackendOptions]]:
     """Divides variants by the fields in which they differ from the options of a table."""
-    own = vars(options)
+    fields = vars(options)
     chains: dict[tuple[str, ...], list[BackendOptions]] = {}
     for variant in listed:
-        changed = tuple(name for name, value in vars(variant).items() if value != own[name])
+        changed = tuple(name for name, value in vars(variant).items() if value != fields[name])
         chains.setdefault(changed, []).append(variant)
     return list(chains.values())

@@ -30,7 +30,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hosts:
+class HostTopology:
     """Ranks on hosts of equal size.
 
     Attributes:
@@ -48,8 +48,8 @@ class Hosts:
 
     def to_all(self, size: float) -> Traffic:
         """The traffic if every rank sends ``size`` bytes to each other rank."""
-        own = self.ranks_of_host - 1
-        return Traffic(size * own, size * (self.ranks - 1 - own))
+        intra_host_peers = self.ranks_of_host - 1
+        return Traffic(size * intra_host_peers, size * (self.ranks - 1 - intra_host_peers))
 
     def to_one(self, size: float) -> Traffic:
         """The traffic if every rank sends ``size`` bytes to one rank."""
@@ -57,7 +57,7 @@ class Hosts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class TableLookups:
     """A rank's lookups in a table, and the table's sharding.
 
     Attributes:
@@ -82,7 +82,7 @@ class Asked:
         return self.bags if self.is_pooled else self.ids
 
 
-def step_traffic(table: Asked, hosts: Hosts) -> Traffic:
+def step_traffic(table: TableLookups, hosts: HostTopology) -> Traffic:
     """The traffic of one table: ids and lengths of bags, outputs, and gradients.
 
     Ids take 8 bytes, lengths and values 4. Row-wise pooled outputs count as a reduce-scatter in

@@ -36,14 +36,14 @@ def shard_workload(
     # Ids are spread over the shards of all ranks, over those of one host, or go to one shard.
     match option.sharding_type:
         case ShardingType.DATA_PARALLEL.value:
-            return _asked(ids, 1.0, bags, option.is_pooled, rows, frequencies)
+            return _rank_workload(ids, 1.0, bags, option.is_pooled, rows, frequencies)
         case ShardingType.ROW_WISE.value:
             share = 1 / ranks
         case ShardingType.TABLE_ROW_WISE.value | ShardingType.GRID_SHARD.value:
             share = 1 / min(ranks, topology.local_world_size)
         case _:
             share = 1.0
-    return _asked(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
+    return _rank_workload(ids * ranks, share, bags * ranks, option.is_pooled, rows, frequencies)
 
 
 def rank_bags(option: ShardingOption, constraint: ParameterConstraints | None) -> float:
@@ -71,13 +71,13 @@ def _by_feature(
 ) -> list[tuple[float, float, float]]:
     """For each feature: samples of a batch, bags of a sample, and ids of a bag."""
     features = num_features(option)
-    lengths = _for_each(option.input_lengths, features)
-    poolings = _for_each((constraint and constraint.num_poolings) or [1.0], features)
-    sizes = _for_each((constraint and constraint.batch_sizes) or [option.batch_size], features)
+    lengths = _per_feature(option.input_lengths, features)
+    poolings = _per_feature((constraint and constraint.num_poolings) or [1.0], features)
+    sizes = _per_feature((constraint and constraint.batch_sizes) or [option.batch_size], features)
     return list(zip(sizes, poolings, lengths, strict=True))
 
 
-def _asked(
+def _rank_workload(
     ids: float,
     share: float,
     bags: float,
@@ -107,6 +107,6 @@ def num_features(option: ShardingOption) -> int:
     return option.num_inputs
 
 
-def _for_each(values: list[float], features: int) -> list[float]:
+def _per_feature(values: list[float], features: int) -> list[float]:
     """One value for each feature. TorchRec's constraints have a single value by default."""
     return list(values) if len(values) == features else [values[0]] * features

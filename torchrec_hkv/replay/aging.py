@@ -12,7 +12,7 @@ from torchrec_hkv import _C
 from torchrec_hkv.hash_table import AgedLFU, EvictionPolicy, table_memory
 
 
-def whole_aging(eviction: EvictionPolicy, rows: int) -> _C.SampledAging:
+def full_table_aging(eviction: EvictionPolicy, rows: int) -> _C.SampledAging:
     """The half-life of a whole table.
 
     Args:

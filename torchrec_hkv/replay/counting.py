@@ -84,10 +84,10 @@ class FrequentIds:
 
     def __init__(self) -> None:
         self._counts = HashTable(1, _HOT_ROWS, eviction="lfu", name="frequent")
-        self._seen = 0
+        self._counted_lookups = 0
         self._generator = torch.Generator().manual_seed(0)
 
-    def see(self, steps: Steps) -> None:
+    def update(self, steps: Steps) -> None:
         """Counts a share of the lookups in the part of the log in which the steps end."""
         ids = steps.part
         begin = int(torch.randint(_HOT_STRIDE, (1,), generator=self._generator))
@@ -97,7 +97,7 @@ class FrequentIds:
                 continue
             # A training lookup always inserts a new id.
             self._counts.group.find_or_insert(call, torch.tensor([0, call.numel()]), 1)
-        self._seen += looked_at.numel()
+        self._counted_lookups += looked_at.numel()
 
     def entries(self, lookups: int) -> tuple[Tensor, Tensor]:
         """Ids that are certainly frequent, and the expected number of lookups of each, float64.
@@ -110,7 +110,7 @@ class FrequentIds:
         ]
         ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for ids, _ in parts)])
         counts = torch.cat([torch.empty(0, dtype=torch.int64), *(counts for _, counts in parts)])
-        return ids, counts.double() * (lookups / max(self._seen, 1))
+        return ids, counts.double() * (lookups / max(self._counted_lookups, 1))
 
 
 def frequencies(

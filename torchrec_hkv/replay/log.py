@@ -181,8 +181,8 @@ class WithoutMissing(Log):
 
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:
         for part in self._log.parts(columns):
-            kept = {name: self._present(ids) for name, ids in part.columns.items()}
-            yield Part(part.num_samples, kept)
+            present = {name: self._present(ids) for name, ids in part.columns.items()}
+            yield Part(part.num_samples, present)
 
     def _present(self, ids: Ids) -> Ids:
         present = ids.values != self._missing

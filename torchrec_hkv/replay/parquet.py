@@ -98,8 +98,8 @@ def _ids(column: pyarrow.Array) -> Ids:
         samples = compute.list_parent_indices(column).to_numpy(zero_copy_only=False)
         column = compute.list_flatten(column)
     if column.null_count:
-        kept = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-        samples = kept if samples is None else samples[kept]
+        valid = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        samples = valid if samples is None else samples[valid]
         column = column.drop_null()
     at = None if samples is None else torch.from_numpy(samples.astype(np.int64))
     return Ids(_values(column), at)

@@ -145,12 +145,12 @@ class Replayed:
     def frequencies_with(self, curve: Curve) -> IdFrequencies:
         """The frequencies, with a curve's hit rates as shares of the hit rate with a row for each
         id."""
-        most = self.unlimited_hit_rate
-        if most <= 0:
+        maximum = self.unlimited_hit_rate
+        if maximum <= 0:
             return self.frequencies
         shares, highest = [], 0.0
         for rows, hit_rate in curve.by_fewest_rows:
-            highest = max(highest, min(hit_rate / most, 1.0))
+            highest = max(highest, min(hit_rate / maximum, 1.0))
             if highest > 0:
                 shares.append((rows, highest))
         return dataclasses.replace(self.frequencies, shares=tuple(shares))
@@ -163,8 +163,8 @@ class Replayed:
             target: hit rate, above 0.
         """
         found = [(curve, curve.rows_for(target)) for curve in self.curves]
-        met = [(curve, rows) for curve, rows in found if rows is not None]
-        return sorted(met, key=lambda pair: (pair[1], -pair[0].at(pair[1])))
+        reached = [(curve, rows) for curve, rows in found if rows is not None]
+        return sorted(reached, key=lambda pair: (pair[1], -pair[0].at(pair[1])))
 
     @property
     def best(self) -> Curve:

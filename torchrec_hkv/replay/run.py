@@ -14,17 +14,17 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table import table_memory
 from torchrec_hkv.replay.counting import FrequentIds, IdCounter, frequencies
-from torchrec_hkv.replay.feed import Feed
 from torchrec_hkv.replay.log import Log, LogError, Part
 from torchrec_hkv.replay.policy import Policy
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.replay.sample import Sample
+from torchrec_hkv.replay.step_splitter import StepSplitter
 from torchrec_hkv.replay.steps import Steps
 from torchrec_hkv.replay.tables import (
     CountedIds,
-    Counts,
+    ReplayCounts,
     ReplayedTables,
-    Setting,
+    ReplaySetting,
     slots_share,
     work_of,
 )
@@ -32,7 +32,7 @@ from torchrec_hkv.replay.windows import corrected, uncrowded
 
 #: Smallest number of rows of a sampled table. With fewer rows, the error of some samples exceeds
 #: 0.005 (docs/guide/replay.md).
-LEAST_SAMPLED_ROWS = 2000
+MIN_SAMPLED_ROWS = 2000
 #: Groups of tables for each thread.
 _PARTS = 2
 
@@ -88,12 +88,12 @@ def replay(
     sampled = Sample(sample)
     for name, table in tables.items():
         for rows in table.rows:
-            if not sampled.is_all and sample * rows < LEAST_SAMPLED_ROWS:
-                least = LEAST_SAMPLED_ROWS / rows
+            if not sampled.is_all and sample * rows < MIN_SAMPLED_ROWS:
+                minimum = MIN_SAMPLED_ROWS / rows
                 raise ValueError(
                     f"Table {name!r}: a sample of {sample:g} leaves {sample * rows:.0f} of "
-                    f"{rows:,} rows, but must leave {LEAST_SAMPLED_ROWS}: replay a larger sample"
-                    + (f", at least {least:.2g}." if least < 1 else ", or all ids.")
+                    f"{rows:,} rows, but must leave {MIN_SAMPLED_ROWS}: replay a larger sample"
+                    + (f", at least {minimum:.2g}." if minimum < 1 else ", or all ids.")
                 )
     before = torch.get_num_threads()
     workers = threads or before
@@ -109,12 +109,12 @@ def replay(
             samples = 0
             columns = list(dict.fromkeys(c for table in tables.values() for c in table.columns))
             steps: list[Steps] = []
-            for part in _ahead(log.parts(columns)):
+            for part in _read_ahead(log.parts(columns)):
                 steps = _next_steps(pool, running, part, steps)
                 samples += part.num_samples
                 if progress is not None:
                     progress(samples)
-            last = [one.feed.last() for one in running]
+            last = [one.splitter.last() for one in running]
             for each in (steps, last):
                 _next_steps(pool, running, None, each)
     finally:
@@ -127,17 +127,19 @@ def _next_steps(
 ) -> list[Steps]:
     """Replays steps, and meanwhile divides the next part of the log into steps; returns those."""
     tasks: list[tuple[float, Callable[..., Any], Part | Steps]] = [
-        (seeing.work, seeing.see, of_table)
+        (seeing.work, seeing.update, of_table)
         for one, of_table in zip(running, steps, strict=False)
         for seeing in one.seeing
     ]
     if part is not None:
-        tasks += [(one.feed.work, one.feed.steps, part) for one in running]
+        tasks += [(one.splitter.work, one.splitter.steps, part) for one in running]
     # The longest come first, so that the threads end at about the same time.
     tasks.sort(key=lambda task: -task[0])
     results = [pool.submit(run, given) for _, run, given in tasks]
-    made = {run: future.result() for (_, run, _), future in zip(tasks, results, strict=True)}
-    return [] if part is None else [made[one.feed.steps] for one in running]
+    steps_by_run = {
+        run: future.result() for (_, run, _), future in zip(tasks, results, strict=True)
+    }
+    return [] if part is None else [steps_by_run[one.splitter.steps] for one in running]
 
 
 class _Running:
@@ -154,12 +156,14 @@ class _Running:
     ) -> None:
         self.name, self._table, self._sample = name, table, sample
         ages = any(policy.ages for policy in table.policies)
-        self.feed = Feed(table.columns, sample, batch_size, keeps_whole=ages)
+        self.splitter = StepSplitter(table.columns, sample, batch_size, keeps_all_ids=ages)
         self.counted = CountedIds(IdCounter(name, share / 2), sample)
         self._tried = sorted(set(table.rows))
         if not sample.is_all and len(self._tried) == 1:
             self._tried.append(2 * self._tried[0])  # for the slope of the curve (`uncrowded`)
-        settings = [Setting(policy, rows) for policy in table.policies for rows in self._tried]
+        settings = [
+            ReplaySetting(policy, rows) for policy in table.policies for rows in self._tried
+        ]
         groups = _divided(settings, sample, min(_PARTS * workers, len(settings)))
         self.tables = [
             ReplayedTables(name, group, sample, batch_size, share / 2 / len(groups))
@@ -172,9 +176,9 @@ class _Running:
             self.seeing.append(self.frequent)
 
     def result(self) -> Replayed:
-        counter, lookups = self.counted.counter, self.feed.lookups
+        counter, lookups = self.counted.counter, self.splitter.lookups
         counter.check()
-        if self.feed.bounds is None:
+        if self.splitter.bounds is None:
             raise LogError(f"Table {self.name!r}: the log has no ids in its columns.")
         if counter.distinct == 0:
             raise LogError(
@@ -185,7 +189,7 @@ class _Running:
             for tables in self.tables
             for setting, counted in zip(tables.settings, tables.counts(), strict=True)
         }
-        seen = frequencies(counter, self._sample, self.frequent, lookups, self.feed.bounds)
+        seen = frequencies(counter, self._sample, self.frequent, lookups, self.splitter.bounds)
         return Replayed(
             name=self.name,
             lookups=lookups,
@@ -197,14 +201,18 @@ class _Running:
             ),
         )
 
-    def _points(self, policy: Policy, counts: Mapping[Setting, Counts]) -> tuple[Point, ...]:
+    def _points(
+        self, policy: Policy, counts: Mapping[ReplaySetting, ReplayCounts]
+    ) -> tuple[Point, ...]:
         """The curve of one policy."""
-        settings = [Setting(policy, rows) for rows in self._tried]
+        settings = [ReplaySetting(policy, rows) for rows in self._tried]
         points = [self._point(setting, counts[setting]) for setting in settings]
-        if self.feed.windows is not None:
+        if self.splitter.windows is not None:
             rows = [point.rows for point in points]
             slots = [slots_share(setting, self._sample) for setting in settings]
-            rates = uncrowded([point.hit_rate for point in points], rows, slots, self.feed.windows)
+            rates = uncrowded(
+                [point.hit_rate for point in points], rows, slots, self.splitter.windows
+            )
             points = [
                 dataclasses.replace(point, hit_rate=rate)
                 for point, rate in zip(points, rates, strict=True)
@@ -213,14 +221,14 @@ class _Running:
 
     def _hit_rate(self, misses: Tensor) -> tuple[float, float]:
         """The hit rate and its standard error."""
-        lookups, error = self.feed.lookups, 0.0
-        if self.feed.windows is None:
+        lookups, error = self.splitter.lookups, 0.0
+        if self.splitter.windows is None:
             missed = int(misses.sum()) / lookups
         else:
-            missed, error = corrected(misses, self.feed.windows, lookups)
+            missed, error = corrected(misses, self.splitter.windows, lookups)
         return min(max(1.0 - missed, 0.0), 1.0), error
 
-    def _point(self, setting: Setting, counts: Counts) -> Point:
+    def _point(self, setting: ReplaySetting, counts: ReplayCounts) -> Point:
         counters, rate = counts.counters, self._sample.rate
         placed = counts.distinct_placed
         if placed is None:
@@ -229,7 +237,7 @@ class _Running:
         if self._sample.is_all:
             misses = torch.tensor([counters["lookups"] - counters["hits"]])
         else:
-            misses = counts.misses_of_groups
+            misses = counts.misses_by_group
         hit_rate, error = self._hit_rate(misses)
         memory = table_memory(
             setting.rows,
@@ -253,18 +261,20 @@ class _Running:
         )
 
 
-def _divided(settings: Sequence[Setting], sample: Sample, parts: int) -> list[list[Setting]]:
+def _divided(
+    settings: Sequence[ReplaySetting], sample: Sample, parts: int
+) -> list[list[ReplaySetting]]:
     """Divides settings into groups of about equal work."""
-    groups: list[list[Setting]] = [[] for _ in range(parts)]
+    groups: list[list[ReplaySetting]] = [[] for _ in range(parts)]
     loads = [0.0] * parts
     for setting in sorted(settings, key=lambda one: -work_of(one, sample)):
-        least = loads.index(min(loads))
-        groups[least].append(setting)
-        loads[least] += work_of(setting, sample)
+        minimum = loads.index(min(loads))
+        groups[minimum].append(setting)
+        loads[minimum] += work_of(setting, sample)
     return groups
 
 
-def _ahead(parts: Iterator[Part], depth: int = 2) -> Iterator[Part]:
+def _read_ahead(parts: Iterator[Part], depth: int = 2) -> Iterator[Part]:
     """Reads parts in a thread while earlier parts are replayed."""
     ready: queue.Queue[Part | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()

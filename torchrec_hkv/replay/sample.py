@@ -34,7 +34,7 @@ class Sample:
         return self.rate >= 1.0
 
     @property
-    def most(self) -> int:
+    def max_hash(self) -> int:
         """The highest hash, as int64, of an id in the sample."""
         return min(int(self.rate * 2.0**64) - (1 << 63), (1 << 63) - 1)
 
@@ -44,15 +44,15 @@ class SampledIds:
     """Ids of a part of a log that two samples contain.
 
     Attributes:
-        bits: int64 ``[n]``, hashes of the ids in the larger sample.
-        at: int64 ``[n]``, ascending positions of these ids in the part.
-        ours: int64 ``[m]``, ascending indices in ``at`` of the ids in the smaller sample.
+        hashes: int64 ``[n]``, hashes of the ids in the larger sample.
+        positions: int64 ``[n]``, ascending positions of these ids in the part.
+        smaller: int64 ``[m]``, ascending indices in ``positions`` of the ids in the smaller sample.
         bounds: int64 ``[2]``, lowest and highest id of the part; ``[0]`` if it has no ids.
     """
 
-    bits: Tensor
-    at: Tensor
-    ours: Tensor
+    hashes: Tensor
+    positions: Tensor
+    smaller: Tensor
     bounds: Tensor
 
 
@@ -64,7 +64,7 @@ def sample_ids(ids: Tensor, larger: Sample, smaller: Sample) -> SampledIds:
         larger: a sample that contains the smaller one.
         smaller: a sample.
     """
-    return SampledIds(*torch.ops.torchrec_hkv.sample_ids(ids, larger.most, smaller.most))
+    return SampledIds(*torch.ops.torchrec_hkv.sample_ids(ids, larger.max_hash, smaller.max_hash))
 
 
 @torch.library.register_fake("torchrec_hkv::sample_ids")

@@ -17,10 +17,10 @@ from torchrec_hkv.json_schema import (
     Fields,
     Integer,
     Items,
+    JsonPlace,
     Map,
     Number,
     OrNull,
-    Place,
     Text,
     parse_json,
 )
@@ -86,7 +86,7 @@ class ReplayedLog:
         Raises:
             ValueError: as in :meth:`read`.
         """
-        return _LOG.read(content, Place(file))
+        return _LOG.read(content, JsonPlace(file))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes a file for :meth:`read`.

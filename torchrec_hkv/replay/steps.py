@@ -18,7 +18,7 @@ class Steps:
             replayed.
         ends: int64, end of each step in ``ids``.
         part: int64, all ids of the part of the log in which the steps end.
-        whole: the same steps with all ids of the log, or None if they are not kept.
+        unsampled: the same steps with all ids of the log, or None if they are not kept.
     """
 
     first: int
@@ -26,4 +26,4 @@ class Steps:
     groups: Tensor | None
     ends: Tensor
     part: Tensor
-    whole: Steps | None = None
+    unsampled: Steps | None = None

@@ -11,18 +11,18 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table import AgedLFU, TableGroup, table_memory
 from torchrec_hkv.hash_table.eviction import FIRST_C
-from torchrec_hkv.replay.aging import whole_aging
+from torchrec_hkv.replay.aging import full_table_aging
 from torchrec_hkv.replay.counting import IdCounter, growing_table
 from torchrec_hkv.replay.policy import EPOCHS, Policy
 from torchrec_hkv.replay.sample import GROUPS, Sample
 from torchrec_hkv.replay.steps import Steps
 
 #: Rows from which on the miniatures of an adaptive table have less than a 32nd of its rows.
-_LEAST_SHARED_ROWS = 1 << 17
+_MIN_SHARED_ROWS = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class ReplaySetting:
     """Settings of a replayed table.
 
     Attributes:
@@ -35,30 +35,30 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts:
+class ReplayCounts:
     """Counts of a replayed table, for the ids in the sample.
 
     Attributes:
         counters: result of :meth:`TableGroup.counters`.
-        misses_of_groups: int64 ``[GROUPS]``, misses by the id's group; empty if all ids are
+        misses_by_group: int64 ``[GROUPS]``, misses by the id's group; empty if all ids are
             replayed.
         distinct_placed: number of distinct ids that have ever had a slot, or None if all have.
     """
 
     counters: dict[str, int]
-    misses_of_groups: Tensor
+    misses_by_group: Tensor
     distinct_placed: int | None
 
 
-def work_of(setting: Setting, sample: Sample) -> float:
+def work_of(setting: ReplaySetting, sample: Sample) -> float:
     """Time of replaying a table, in about ns for each lookup of the log."""
     work = 300 * sample.rate
     if not sample.is_all and setting.policy.eviction == "adaptive":
-        work += 3 + 30 * min(1.0, _LEAST_SHARED_ROWS / setting.rows)  # its miniatures
+        work += 3 + 30 * min(1.0, _MIN_SHARED_ROWS / setting.rows)  # its miniatures
     return work
 
 
-def slots_share(setting: Setting, sample: Sample) -> float:
+def slots_share(setting: ReplaySetting, sample: Sample) -> float:
     """The slots of a sampled table, divided by the sampled share of the whole table's slots.
 
     It is not exactly 1, because rows are rounded up to whole buckets.
@@ -87,7 +87,7 @@ class ReplayedTables:
     def __init__(
         self,
         name: str,
-        settings: Sequence[Setting],
+        settings: Sequence[ReplaySetting],
         sample: Sample,
         batch_size: int,
         share: float = 1.0,
@@ -107,7 +107,7 @@ class ReplayedTables:
                 specs[at] = dataclasses.replace(specs[at], eviction=AgedLFU(FIRST_C))
         self._group = TableGroup(specs, list(range(len(specs))), None, device="cpu", state_dim=0)
         self._aging = [
-            (at, whole_aging(settings[at].policy.eviction, settings[at].rows)) for at in aged
+            (at, full_table_aging(settings[at].policy.eviction, settings[at].rows)) for at in aged
         ]
         self.work = sum(work_of(setting, sample) for setting in settings)
         self._epoch_samples = [
@@ -124,11 +124,11 @@ class ReplayedTables:
             if spec.admission is not None
         }
 
-    def see(self, steps: Steps) -> None:
+    def update(self, steps: Steps) -> None:
         """Runs the training lookups of steps, one call per step."""
         if steps.ends.numel() == 0:
             return
-        epochs, whole = None, steps.whole
+        epochs, whole = None, steps.unsampled
         if self._epoch_samples:
             numbers = torch.arange(steps.first, steps.first + steps.ends.numel())
             epochs = numbers * self._batch_size // self._epoch_samples[0]
@@ -143,14 +143,14 @@ class ReplayedTables:
         )
         if steps.groups is not None:
             for misses, hits in zip(self._misses, found, strict=True):
-                misses += missed_of_groups(hits, steps.groups)
+                misses += misses_by_group(hits, steps.groups)
         for at, placed in self._placed.items():
             placed.find_or_insert_slots(steps.ids[(slots[at] >= 0) & ~found[at]])
 
-    def counts(self) -> list[Counts]:
+    def counts(self) -> list[ReplayCounts]:
         """Counts of each setting."""
         return [
-            Counts(
+            ReplayCounts(
                 counters,
                 misses,
                 self._placed[at].size if at in self._placed else None,
@@ -161,7 +161,7 @@ class ReplayedTables:
         ]
 
 
-def missed_of_groups(found: Tensor, groups: Tensor | None) -> Tensor:
+def misses_by_group(found: Tensor, groups: Tensor | None) -> Tensor:
     """Misses of each group, int64 ``[GROUPS]``, or ``[1]`` without groups.
 
     Args:
@@ -185,7 +185,7 @@ class CountedIds:
         self.counter, self.work = counter, 70 * sample.rate
         self.misses = torch.zeros(1 if sample.is_all else GROUPS, dtype=torch.int64)
 
-    def see(self, steps: Steps) -> None:
+    def update(self, steps: Steps) -> None:
         """Counts the lookups of steps."""
         if steps.ends.numel():
-            self.misses += missed_of_groups(self.counter.count(steps.ids, steps.ends), steps.groups)
+            self.misses += misses_by_group(self.counter.count(steps.ids, steps.ends), steps.groups)

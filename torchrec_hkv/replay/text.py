@@ -30,7 +30,7 @@ _CRITEO = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TextLayout:
     """The format of the lines of a log.
 
     Attributes:
@@ -80,13 +80,13 @@ class TextLog(Log):
         if path is not None:
             check_file(path)
         self._path, self._block = path, block
-        with self._reading():
+        with self._read_errors():
             self._blocks = self._read()
             first = next(self._blocks, b"")
         if not first:
             raise LogError(f"{self.name} is empty, but a log must have a line.")
         self._first: list[bytes] | None = [first]
-        self._layout = _criteo_layout() if criteo else self._seen(first, separator, header)
+        self._layout = _criteo_layout() if criteo else self._detect_layout(first, separator, header)
         self.columns = tuple(self._layout.kinds)
         if self._layout.has_header and not first.partition(b"\n")[2]:
             self._first.append(self._block_after_header(first))
@@ -118,7 +118,7 @@ class TextLog(Log):
             blocks = self._read()
         line = 1
         while True:
-            with self._reading():
+            with self._read_errors():
                 block = next(blocks, None)
             if block is None:
                 return
@@ -130,12 +130,12 @@ class TextLog(Log):
                 line += part.num_samples
                 yield part
 
-    def _reading(self) -> _Reading:
-        return _Reading(self.name)
+    def _read_errors(self) -> _ReadErrors:
+        return _ReadErrors(self.name)
 
     def _read(self) -> Iterator[bytes]:
         """Yields blocks of whole lines."""
-        with self._opened() as file:
+        with self._open_file() as file:
             rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
             while data := file.read(self._block):
                 data = rest + data
@@ -146,14 +146,16 @@ class TextLog(Log):
             if rest:
                 yield rest.removesuffix(b"\n") + b"\n"
 
-    def _opened(self) -> contextlib.AbstractContextManager[BinaryIO]:
+    def _open_file(self) -> contextlib.AbstractContextManager[BinaryIO]:
         if self._path is None:
             return contextlib.nullcontext(sys.stdin.buffer)
         if self._path.suffix == ".gz":
             return gzip.open(self._path, "rb")  # type: ignore[return-value]
         return self._path.open("rb")
 
-    def _seen(self, block: bytes, separator: str | None, header: bool | None) -> Layout:
+    def _detect_layout(
+        self, block: bytes, separator: str | None, header: bool | None
+    ) -> TextLayout:
         """Finds the format from the first lines."""
         lines = [line.decode(errors="replace") for line in block.splitlines()[:1000]]
         if separator is None:
@@ -177,7 +179,7 @@ class TextLog(Log):
             kinds[name] = "integer" if is_integer else "text"
             if is_integer or not all(_NUMBER.fullmatch(field) for field in fields):
                 defaults.append(name)
-        return Layout(separator.encode(), tuple(names), header, kinds, tuple(defaults))
+        return TextLayout(separator.encode(), tuple(names), header, kinds, tuple(defaults))
 
     def _part(self, block: bytes, line: int, columns: Sequence[str]) -> Part:
         names = self._layout.names
@@ -206,7 +208,7 @@ class TextLog(Log):
         )
 
 
-class _Reading:
+class _ReadErrors:
     """Turns errors during the read of a file into a :class:`LogError`."""
 
     def __init__(self, name: str) -> None:
@@ -220,9 +222,9 @@ class _Reading:
             raise LogError(f"{self._name} can't be read: {error}.") from None
 
 
-def _criteo_layout() -> Layout:
+def _criteo_layout() -> TextLayout:
     ids = _CRITEO[14:]
-    return Layout(b"\t", _CRITEO, False, dict.fromkeys(ids, "hexadecimal"), ids)
+    return TextLayout(b"\t", _CRITEO, False, dict.fromkeys(ids, "hexadecimal"), ids)
 
 
 def looks_like_criteo(path: Path) -> bool:

@@ -23,7 +23,7 @@ from torchrec_hkv.replay.sample import GROUPS, Sample, SampledIds
 _TIMES = 16
 #: Numbers of lookups in a window.
 _SMALL, _LARGE = (1 << 13, 1 << 16, 1 << 19), (1 << 22, 1 << 25, 1 << 28)
-_LEAST_CELLS, _MOST_CELLS = 1 << 6, 1 << 25
+_MIN_CELLS, _MAX_CELLS = 1 << 6, 1 << 25
 #: Regularisation of the regression, because neighbouring lengths have similar numbers.
 _RIDGE = 1e-3
 
@@ -48,20 +48,20 @@ class Windows:
         rate = self.counted.rate
         within = [(length, _cells(length * rate)) for length in small]
         over = [(length, _cells(length * rate)) for length in large]
-        over.append((0, _cells(_MOST_CELLS)))  # the whole log
+        over.append((0, _cells(_MAX_CELLS)))  # the whole log
         self._windows = _C.ReplayWindows(within, over)
         self._within = len(within)
         self._cells = [cells for _, cells in (*within, *over)]
         self._distinct = [0.0] * len(self._cells)
 
-    def see(self, ids: SampledIds, length: int) -> None:
+    def update(self, ids: SampledIds, length: int) -> None:
         """Counts a part of the log.
 
         Args:
             ids: ids in the larger and the smaller sample.
             length: number of lookups in the part.
         """
-        self._add(self._windows.see(ids.bits, ids.at, ids.ours, length))
+        self._add(self._windows.see(ids.hashes, ids.positions, ids.smaller, length))
 
     def _add(self, occupied: list[Tensor]) -> None:
         """Adds the distinct ids of windows that ended.
@@ -105,12 +105,12 @@ class Windows:
 
 def _cells(lookups: float) -> int:
     """Number of cells: a power of two, about twice the lookups."""
-    return 1 << max(min(int(2 * lookups), _MOST_CELLS), _LEAST_CELLS).bit_length() - 1
+    return 1 << max(min(int(2 * lookups), _MAX_CELLS), _MIN_CELLS).bit_length() - 1
 
 
-def _distinct(taken: Tensor, cells: int) -> Tensor:
+def _distinct(occupied: Tensor, cells: int) -> Tensor:
     """Number of distinct ids, estimated from the number of occupied cells (linear counting)."""
-    return -cells * torch.log1p(-taken.double().clamp(max=cells - 0.5) / cells)
+    return -cells * torch.log1p(-occupied.double().clamp(max=cells - 0.5) / cells)
 
 
 def corrected(misses: Tensor, windows: Windows, lookups: int) -> tuple[float, float]:

@@ -32,7 +32,7 @@ _TRAINED_AS: dict[torch.dtype, RowFormat] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class ExportArguments:
     """Arguments of an export, unchecked.
 
     Attributes:
@@ -63,7 +63,7 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class ExportSettings:
     """The checked choices of an export, by full name of a table.
 
     Attributes:
@@ -79,7 +79,7 @@ class Choices:
     memory_bytes: int
 
     @classmethod
-    def of(cls, given: Arguments, tables: Sequence[ModelTable]) -> Choices:
+    def of(cls, arguments: ExportArguments, tables: Sequence[ModelTable]) -> ExportSettings:
         """Checks arguments.
 
         Raises:
@@ -91,56 +91,56 @@ class Choices:
                 "the model has no EmbeddingBagCollection and no EmbeddingCollection: use "
                 "torch.export instead."
             )
-        if given.memory_bytes < 1:
-            raise ValueError(f"memory_bytes is {given.memory_bytes}, but must be at least 1.")
-        target = given.folder
+        if arguments.memory_bytes < 1:
+            raise ValueError(f"memory_bytes is {arguments.memory_bytes}, but must be at least 1.")
+        target = arguments.folder
         if (target.exists() or target.is_symlink()) and not (target / MANIFEST).is_file():
             raise ValueError(
                 f"{target} is not an exported model, and would be replaced: name a folder that "
                 "doesn't exist."
             )
-        _check_inputs(given.inputs, given.kwargs)
-        source = _source(given, tables)
+        _check_inputs(arguments.inputs, arguments.kwargs)
+        source = _source(arguments, tables)
         names = [table.name for table in tables]
-        of_rows, of_unknown = _by_table(given.rows, names), _by_table(given.unknown, names)
+        of_rows, of_unknown = _by_table(arguments.rows, names), _by_table(arguments.unknown, names)
         rows: dict[str, RowFormat] = {}
         unknown: dict[str, str | list[float]] = {}
         for table in tables:
-            is_named = isinstance(given.rows, Mapping) and table.name in of_rows
+            is_named = isinstance(arguments.rows, Mapping) and table.name in of_rows
             if source.backend(table) != "tt" or is_named:
-                own = _TRAINED_AS.get(source.dtype(table), "fp32")
+                trained_format = _TRAINED_AS.get(source.dtype(table), "fp32")
                 what = f"rows of table {table.name!r}"
-                rows[table.name] = check_row_format(of_rows.get(table.name, own), what)
+                rows[table.name] = check_row_format(of_rows.get(table.name, trained_format), what)
             elif source.has_cache(table):
                 raise ValueError(
                     f"table {table.name!r} has a cache, and its cores lack the rows in it: export "
                     f"it as rows, for example rows={{{table.config.name!r}: 'fp32'}}."
                 )
             unknown[table.name] = _checked_unknown(table, of_unknown.get(table.name, "initial"))
-        return cls(source, rows, unknown, given.memory_bytes)
+        return cls(source, rows, unknown, arguments.memory_bytes)
 
     def has_cores(self, table: ModelTable) -> bool:
         """Whether a table is written as cores."""
         return table.name not in self.rows
 
 
-def _source(given: Arguments, tables: Sequence[ModelTable]) -> Source:
-    if given.checkpoint is not None:
-        if given.deltas is not None:
+def _source(arguments: ExportArguments, tables: Sequence[ModelTable]) -> Source:
+    if arguments.checkpoint is not None:
+        if arguments.deltas is not None:
             raise ValueError(
                 "deltas and checkpoint are both given, but a checkpoint knows its own chain: leave "
                 "deltas out."
             )
-        return SavedModel(given.checkpoint, tables)
-    if given.deltas is None:
-        return TrainedModel(given.model, None)
-    newest = Chain(Path(given.deltas)).newest()
+        return SavedModel(arguments.checkpoint, tables)
+    if arguments.deltas is None:
+        return TrainedModel(arguments.model, None)
+    newest = Chain(Path(arguments.deltas)).newest()
     if newest is None:
         raise ValueError(
-            f"deltas is {os.fspath(given.deltas)!r}, which has no checkpoint of a DeltaWriter: "
+            f"deltas is {os.fspath(arguments.deltas)!r}, which has no checkpoint of a DeltaWriter: "
             "write one first."
         )
-    return TrainedModel(given.model, newest.digest)
+    return TrainedModel(arguments.model, newest.digest)
 
 
 def _by_table(value: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _by_table(value: Any, names: Sequence[str]) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         return dict.fromkeys(names, value)
-    return {find_name(name, names): its for name, its in value.items()}
+    return {find_name(name, names): setting for name, setting in value.items()}
 
 
 def _checked_unknown(table: ModelTable, value: Any) -> str | list[float]:

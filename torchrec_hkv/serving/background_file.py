@@ -37,9 +37,9 @@ class BackgroundFile:
         self._waiting: deque[tuple[Future[None], Tensor]] = deque()
         self._free = [block_memory(2 * PIECE_BYTES) for _ in range(_WAITING + _STREAMS)]
 
-    def stream(self, at: int) -> Stream:
+    def stream(self, at: int) -> FileStream:
         """A stream that begins at offset ``at``, a multiple of 4096; at most two at a time."""
-        return Stream(self, at)
+        return FileStream(self, at)
 
     def sync(self) -> None:
         """Flushes the file to the disk, after all streams.
@@ -75,7 +75,7 @@ class BackgroundFile:
             self._wait(len(self._waiting) - 1)
         return self._free.pop()
 
-    def _submit(self, stream: Stream, buffer: Tensor, size: int, at: int) -> None:
+    def _submit(self, stream: FileStream, buffer: Tensor, size: int, at: int) -> None:
         """Makes the thread write the first bytes of a buffer, which is free afterwards."""
         self._wait(_WAITING - 1)
         self._waiting.append((self._pool.submit(self._write, stream, buffer[:size], at), buffer))
@@ -86,7 +86,7 @@ class BackgroundFile:
             written.result()
             self._free.append(buffer)
 
-    def _write(self, stream: Stream, data: Tensor, at: int) -> None:
+    def _write(self, stream: FileStream, data: Tensor, at: int) -> None:
         memory = host_memory(data)
         stream.crc32 = checksums.crc32(memory, stream.crc32)
         whole = memory.nbytes - memory.nbytes % BLOCK
@@ -94,7 +94,7 @@ class BackgroundFile:
         self._file.write(memory[whole:], at + whole)
 
 
-class Stream:
+class FileStream:
     """A range of bytes of a :class:`BackgroundFile`.
 
     Attributes:

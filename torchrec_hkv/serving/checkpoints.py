@@ -17,9 +17,9 @@ from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.reader import CheckedReader
 from torchrec_hkv.checkpoint.record import LINK, TENSORS, Record, TableShardRecord
 from torchrec_hkv.hash_table.eviction import counts_in, sums_scores
-from torchrec_hkv.hash_table.files.changes import read_left, verify_left
+from torchrec_hkv.hash_table.files.changes import read_removed_ids, verify_removed_ids
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardReader,
     Staging,
@@ -35,20 +35,20 @@ _PIECE = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class ColumnEntries:
     """Entries of a range of columns of a table.
 
     Attributes:
         begin: first column.
         ids: int64 ``[n]``.
         rows: float32 ``[n, columns]``.
-        left: ids whose slots now hold other ids.
+        removed: ids whose slots now hold other ids.
     """
 
     begin: int
     ids: Tensor
     rows: Tensor
-    left: Tensor
+    removed: Tensor
 
 
 class Checkpoint:
@@ -135,13 +135,13 @@ class Checkpoint:
         shards = self._by_owner(table)
         for shard in shards:
             name = self._manifest(shard).table["eviction"]
-            if shard.columns[0] == min(its.columns[0] for its in shards) and sums_scores(name):
+            if shard.columns[0] == min(other.columns[0] for other in shards) and sums_scores(name):
                 for batch in self._read(shard):
                     yield batch["ids"].clone(), counts_in(batch["scores"], name).clone()
 
-    def columns(self, table: str) -> list[list[Columns]]:
+    def columns(self, table: str) -> list[list[ColumnEntries]]:
         """Entries of a table in memory, for each range of columns."""
-        by_begin: dict[int, list[Columns]] = {}
+        by_begin: dict[int, list[ColumnEntries]] = {}
         for shard in sorted(self.record.tables[table].shards, key=lambda its: its.columns[0]):
             manifest = self._manifest(shard)
             batches = [(ids, rows.clone()) for ids, rows in self._batches(shard)]
@@ -150,10 +150,10 @@ class Checkpoint:
             if manifest.changes is not None:
                 folder = self._folder / shard.folder
                 slots = manifest.buckets * manifest.bucket_slots
-                verify_left(folder, manifest.changes, slots, _BATCH_BYTES)
-                left += [ids for _, ids in read_left(folder, manifest.changes, 1 << 16)]
+                verify_removed_ids(folder, manifest.changes, slots, _BATCH_BYTES)
+                left += [ids for _, ids in read_removed_ids(folder, manifest.changes, 1 << 16)]
             by_begin.setdefault(shard.columns[0], []).append(
-                Columns(
+                ColumnEntries(
                     shard.columns[0],
                     torch.cat([left[0], *(ids for ids, _ in batches)]),
                     torch.cat([torch.empty(0, width), *(rows for _, rows in batches)]),
@@ -162,7 +162,7 @@ class Checkpoint:
             )
         return list(by_begin.values())
 
-    def changes(self, table: str) -> tuple[list[Columns], Tensor]:
+    def changes(self, table: str) -> tuple[list[ColumnEntries], Tensor]:
         """Changes of a table with files of its own.
 
         Returns:
@@ -170,8 +170,8 @@ class Checkpoint:
         """
         parts = [_joined(part) for part in self.columns(table)]
         first = parts[0]
-        _, stayed = _places(first.ids, first.left)
-        return parts, first.left[~stayed].unique()
+        _, found = _places(first.ids, first.removed)
+        return parts, first.removed[~found].unique()
 
     def _manifest(self, shard: TableShardRecord) -> Manifest:
         manifest = Manifest.read(self._folder / shard.folder)
@@ -231,26 +231,26 @@ class Checkpoint:
         return {name: self._reader.read_tensor(f"model.{name}") for name in names}
 
 
-def _batch(file: Shard, fields: Sequence) -> int:
+def _batch(file: ShardFile, fields: Sequence) -> int:
     return max(1, min(_BATCH_BYTES // entry_bytes(fields), file.entries))
 
 
-def _joined(parts: Sequence[Columns]) -> Columns:
-    return Columns(
+def _joined(parts: Sequence[ColumnEntries]) -> ColumnEntries:
+    return ColumnEntries(
         parts[0].begin,
         torch.cat([part.ids for part in parts]),
         torch.cat([part.rows for part in parts]),
-        torch.cat([part.left for part in parts]),
+        torch.cat([part.removed for part in parts]),
     )
 
 
-def _places(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _places(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of wanted ids in ``ids``, and whether each was found."""
     if ids.numel() == 0:
-        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        return torch.zeros_like(queries), torch.zeros_like(queries, dtype=torch.bool)
     ascending, order = ids.sort()
-    at = torch.searchsorted(ascending, wanted).clamp_(max=ids.numel() - 1)
-    return order[at], ascending[at] == wanted
+    at = torch.searchsorted(ascending, queries).clamp_(max=ids.numel() - 1)
+    return order[at], ascending[at] == queries
 
 
 def _check_file(path: Path, size: int, crc32: int) -> None:

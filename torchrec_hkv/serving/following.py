@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from torchrec_hkv.checkpoint.chain import Chain, digest_of
-from torchrec_hkv.serving.model import Freshness, ServingModel, Version
+from torchrec_hkv.serving.model import Freshness, ModelVersion, ServingModel
 from torchrec_hkv.serving.next_version import NextVersion
 from torchrec_hkv.serving.tables import HotRows
 
@@ -88,7 +88,7 @@ class Follower:
         self._model = model
         self._scratch = scratch
         self._lock = threading.Lock()
-        self._previous: Version | None = None
+        self._previous: ModelVersion | None = None
         self._newest: int | None = None
         self._apply_seconds: float | None = None
         self._ended = threading.Event()
@@ -139,7 +139,7 @@ class Follower:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def freshness(self, version: Version, age: float | None) -> Freshness:
+    def freshness(self, version: ModelVersion, age: float | None) -> Freshness:
         """Freshness of a version of the model."""
         behind = None
         if self._newest is not None and version.number is not None:
@@ -194,14 +194,14 @@ class Follower:
             self._switch(version, time.monotonic() - began)
         return len(folders) - first
 
-    def _build(self, folder: Path, digest: str) -> Version:
+    def _build(self, folder: Path, digest: str) -> ModelVersion:
         model = self._model
         following = NextVersion(model._version, folder, digest, model._placement)
         # A mapped file exists until it is unmapped, so a killed process leaves no files.
         with tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=self._scratch) as scratch:
             return following.version(Path(scratch))
 
-    def _switch(self, version: Version, seconds: float) -> None:
+    def _switch(self, version: ModelVersion, seconds: float) -> None:
         with self._model._switching:
             self._previous = self._model.switch(version)
         self._apply_seconds = seconds

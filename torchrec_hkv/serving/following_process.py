@@ -28,8 +28,8 @@ from torch import Tensor
 
 from torchrec_hkv.serving import ops  # noqa: F401, registers what the program calls
 from torchrec_hkv.serving.following import Follower
-from torchrec_hkv.serving.manifest import Manifest
-from torchrec_hkv.serving.model import ServingModel, Version
+from torchrec_hkv.serving.manifest import ServingManifest
+from torchrec_hkv.serving.model import ModelVersion, ServingModel
 from torchrec_hkv.serving.opening import open_tables
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.resident_file import read_resident
@@ -125,27 +125,27 @@ class ProcessFollower(Follower):
                 "chain again."
             )
 
-    def _read(self, message: dict[str, Any]) -> Version:
+    def _read(self, message: dict[str, Any]) -> ModelVersion:
         model, before, path = self._model, self._model._version, Path(message["file"])
-        held = _Held(path, model.device)
+        tensors = _ResidentTensors(path, model.device)
         tables = [
-            _changed(table, its, held)
-            for table, its in zip(self._bases(message), message["tables"], strict=True)
+            _changed(table, table_places, tensors)
+            for table, table_places in zip(self._bases(message), message["tables"], strict=True)
         ]
         if message["base_folder"] is not None:  # the files are mapped if they were needed
             shutil.rmtree(message["base_folder"])
         cores = before.cores
         if message["cores"] is not None:
             cores = [
-                (group, [held.tensor(place) for place in places])
+                (group, [tensors.tensor(place) for place in places])
                 for (group, _), places in zip(before.cores, message["cores"], strict=True)
             ]
         program = before.program
         if message["state"] is not None:
-            state = {name: held.tensor(place) for name, place in message["state"].items()}
+            state = {name: tensors.tensor(place) for name, place in message["state"].items()}
             program = program.with_state(state)
         path.unlink()
-        return Version(
+        return ModelVersion(
             ReadOnlyTables(tables, before.tables.counters, cores),
             cores,
             program,
@@ -162,7 +162,7 @@ class ProcessFollower(Follower):
         if message["base"] == before.base:
             return tables
         if message["base"] is None:
-            manifest = Manifest.read(model.folder)
+            manifest = ServingManifest.read(model.folder)
             return open_tables(
                 model.folder, manifest, model._placement, before=before.tables.tables
             )
@@ -184,15 +184,15 @@ class ProcessFollower(Follower):
         return model._placement.place(tables, before.tables.tables)
 
 
-def _changed(table: ReadOnlyTable, its: Any, held: _Held) -> ReadOnlyTable:
+def _changed(table: ReadOnlyTable, places: Any, tensors: _ResidentTensors) -> ReadOnlyTable:
     """A table with the changes in a message. None keeps its changes; no places removes them."""
-    if its is None:
+    if places is None:
         return table
-    index, rows = map(held.tensor, its) if its else (None, None)
+    index, rows = map(tensors.tensor, places) if places else (None, None)
     return dataclasses.replace(table, changed_index=index, changed_rows=rows, changes=None)
 
 
-class _Held:
+class _ResidentTensors:
     """Tensors of a file, in this process's memory."""
 
     def __init__(self, path: Path, device: torch.device) -> None:

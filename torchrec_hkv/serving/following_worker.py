@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving.following import Follower
-from torchrec_hkv.serving.model import Version, load
+from torchrec_hkv.serving.model import ModelVersion, load
 from torchrec_hkv.serving.next_version import NextVersion
 from torchrec_hkv.serving.table_file import TableFile
 
@@ -37,7 +37,7 @@ def write_tensor(file: BinaryIO, tensor: Tensor) -> tuple[int, str, list[int]]:
     return begin, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
-def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
+def serve(folder: str, save: str, chain: str, scratch: str, served_digest: str) -> None:
     """Applies a chain until the input ends. Runs in a process of its own.
 
     Args:
@@ -45,7 +45,7 @@ def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
         save: id of the export that the model was loaded from.
         chain: folder of the chain.
         scratch: folder for files that the follower reads and removes.
-        known: digest of the checkpoint that the follower serves, or "".
+        served_digest: digest of the checkpoint that the follower serves, or "".
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps other output out of the answers
@@ -56,11 +56,13 @@ def serve(folder: str, save: str, chain: str, scratch: str, known: str) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     publisher: _Publisher | None = None
-    with tempfile.TemporaryDirectory(prefix="versions-", dir=scratch) as own:
+    with tempfile.TemporaryDirectory(prefix="versions-", dir=scratch) as versions_folder:
         for _ in sys.stdin:
             try:
                 if publisher is None:
-                    publisher = _Publisher(folder, save, Path(chain), Path(own), known, answer)
+                    publisher = _Publisher(
+                        folder, save, Path(chain), Path(versions_folder), served_digest, answer
+                    )
                 publisher.poll_and_send()
                 error, newest = publisher.error, publisher.newest
             except (ValueError, OSError) as raised:
@@ -77,15 +79,15 @@ class _Publisher(Follower):
         save: str,
         chain: Path,
         scratch: Path,
-        known: str,
+        served_digest: str,
         send: Callable[[dict[str, Any]], None],
     ) -> None:
         model = load(folder)
         if model._save != save:
             raise ValueError(f"{folder} has been exported again: load the model again.")
         super().__init__(model, chain, scratch)
-        self._known, self._send, self._scratch_folder = known, send, scratch
-        self._sent: Version | None = None
+        self._served_digest, self._send, self._scratch_folder = served_digest, send, scratch
+        self._last_version: ModelVersion | None = None
         self._catches_up = True
         self._seconds = 0.0
         self._base: tuple[Path, list[TableFile]] | None = None
@@ -100,11 +102,15 @@ class _Publisher(Follower):
         serves some of the others, or will serve the last one soon."""
         self.poll()
         version = self._model._version
-        if self._catches_up and self.error is None and version.checkpoint != (self._known or None):
+        if (
+            self._catches_up
+            and self.error is None
+            and version.checkpoint != (self._served_digest or None)
+        ):
             self._write_version(version)
         self._catches_up = False
 
-    def _build(self, folder: Path, digest: str) -> Version:
+    def _build(self, folder: Path, digest: str) -> ModelVersion:
         model = self._model
         following = NextVersion(model._version, folder, digest, model._placement)
         into = self._scratch_folder / folder.name
@@ -116,14 +122,14 @@ class _Publisher(Follower):
             into.rmdir()
         return version
 
-    def _switch(self, version: Version, seconds: float) -> None:
+    def _switch(self, version: ModelVersion, seconds: float) -> None:
         super()._switch(version, seconds)
         self._seconds = seconds
         if not self._catches_up:
             self._write_version(version)
 
-    def _write_version(self, version: Version) -> None:
-        before, self._sent = self._sent, version
+    def _write_version(self, version: ModelVersion) -> None:
+        before, self._last_version = self._last_version, version
         path = self._scratch_folder / f"version-{version.number}"
         is_new_base = before is None or before.base != version.base
         with open(path, "wb") as file:
@@ -135,13 +141,14 @@ class _Publisher(Follower):
                 elif table.changed_index is None:
                     tables.append([])
                 else:
-                    its = table.changed_index, table.changed_rows
-                    tables.append([write_tensor(file, tensor) for tensor in its])
-            cores = [[write_tensor(file, core) for core in its] for _, its in version.cores]
+                    changes = table.changed_index, table.changed_rows
+                    tables.append([write_tensor(file, tensor) for tensor in changes])
+            cores = [[write_tensor(file, core) for core in changes] for _, changes in version.cores]
             state = None
             if before is None or version.program is not before.program:
                 state = {
-                    name: write_tensor(file, its) for name, its in version.program.state.items()
+                    name: write_tensor(file, changes)
+                    for name, changes in version.program.state.items()
                 }
         message = {
             "file": str(path),
@@ -159,5 +166,5 @@ class _Publisher(Follower):
         if is_new_base and self._base is not None:
             folder, files = self._base
             message["base_folder"] = str(folder)
-            message["base_files"] = [dataclasses.asdict(its) for its in files]
+            message["base_files"] = [dataclasses.asdict(changes) for changes in files]
         self._send(message)

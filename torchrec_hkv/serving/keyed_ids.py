@@ -80,7 +80,7 @@ class KeyedIds:
                 an id is not an integer of 64 bits.
         """
         lengths = [_lengths(key, bags) for key, bags in ids.items()]
-        samples = {len(its) for its in lengths}
+        samples = {len(feature_lengths) for feature_lengths in lengths}
         if len(samples) > 1:
             raise ValueError(
                 f"features have {sorted(samples)} samples, but must all have the same number."

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import ops
-from torchrec_hkv.serving.manifest import FileRecord
+from torchrec_hkv.serving.manifest import ServingFileRecord
 from torchrec_hkv.serving.table_file import TableFile
 
 __all__ = ["CountsWriter", "codes_of", "counts_of", "ops", "read_codes"]
 
 _ops = torch.ops.torchrec_hkv
 _STEPS = 4  # number of codes from a count to its double
-_MOST = 1 << 30  # kMostHotCount in csrc/serving/hot_rows.h
+_MAX = 1 << 30  # kMostHotCount in csrc/serving/hot_rows.h
 _PIECE = 1 << 22
 
 
@@ -33,7 +33,7 @@ def codes_of(counts: Tensor) -> Tensor:
 def counts_of(codes: Tensor) -> Tensor:
     """Converts codes to counts, int32, at most 2^30."""
     table = (torch.arange(256, dtype=torch.float64) / _STEPS).exp2_().sub_(1).round_()
-    table = table.clamp_(max=_MOST).to(codes.device, torch.int32)
+    table = table.clamp_(max=_MAX).to(codes.device, torch.int32)
     counts = torch.empty(codes.numel(), dtype=torch.int32, device=codes.device)
     for first in range(0, codes.numel(), _PIECE):
         part = codes[first : first + _PIECE]
@@ -41,7 +41,7 @@ def counts_of(codes: Tensor) -> Tensor:
     return counts
 
 
-def read_codes(folder: Path, record: FileRecord, entries: int) -> Tensor:
+def read_codes(folder: Path, record: ServingFileRecord, entries: int) -> Tensor:
     """Codes of a table with ``entries`` rows, mapped.
 
     Raises:
@@ -64,14 +64,14 @@ class CountsWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._given: BinaryIO | None = None
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> CountsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._given is not None:
-            self._given.close()
+        if self._file is not None:
+            self._file.close()
 
     def add(self, ids: Tensor, counts: Tensor) -> None:
         """Adds ids and their counts, int64, not negative.
@@ -79,14 +79,14 @@ class CountsWriter:
         Raises:
             OSError: the file can't be written.
         """
-        if self._given is None:
-            self._given = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-        for part, its in zip(ids.split(_PIECE), counts.split(_PIECE), strict=True):
-            self._given.write(len(part).to_bytes(8, "little"))
-            self._given.write(part.contiguous().numpy())
-            self._given.write(codes_of(its).numpy())
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        for part, part_counts in zip(ids.split(_PIECE), counts.split(_PIECE), strict=True):
+            self._file.write(len(part).to_bytes(8, "little"))
+            self._file.write(part.contiguous().numpy())
+            self._file.write(codes_of(part_counts).numpy())
 
-    def finish(self, path: Path, table: TableFile) -> FileRecord | None:
+    def finish(self, path: Path, table: TableFile) -> ServingFileRecord | None:
         """Writes the counts of a table's rows; None if none were added.
 
         Args:
@@ -96,21 +96,21 @@ class CountsWriter:
         Raises:
             OSError: the file can't be written.
         """
-        if self._given is None or table.entries == 0:
+        if self._file is None or table.entries == 0:
             return None
         with open(path, "xb") as file:  # pages of a mapped file are written without errors
             os.posix_fallocate(file.fileno(), 0, table.entries)
         index, _ = table.map(path.parent)
         codes = torch.from_file(str(path), shared=True, size=table.entries, dtype=torch.uint8)
-        self._given.seek(0)
-        while head := self._given.read(8):
+        self._file.seek(0)
+        while head := self._file.read(8):
             n = int.from_bytes(head, "little")
-            ids = torch.frombuffer(bytearray(self._given.read(8 * n)), dtype=torch.int64)
-            its = torch.frombuffer(bytearray(self._given.read(n)), dtype=torch.uint8)
+            ids = torch.frombuffer(bytearray(self._file.read(8 * n)), dtype=torch.int64)
+            part_codes = torch.frombuffer(bytearray(self._file.read(n)), dtype=torch.uint8)
             rows = _ops.serving_row_numbers(index, ids)
             is_there = rows >= 0
-            codes[rows[is_there]] = its[is_there]
+            codes[rows[is_there]] = part_codes[is_there]
         del codes
         with open(path, "r+b") as file:
             os.fsync(file.fileno())
-        return FileRecord.of(path)
+        return ServingFileRecord.of(path)

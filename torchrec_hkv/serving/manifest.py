@@ -16,9 +16,9 @@ from torchrec_hkv.json_schema import (
     Flag,
     Integer,
     Items,
+    JsonPlace,
     Number,
     OrNull,
-    Place,
     Plain,
     Text,
 )
@@ -28,12 +28,12 @@ from torchrec_hkv.serving.table_file import TableFile
 MANIFEST = "serving.json"
 _FORMAT = "torchrec_hkv.serving"
 _VERSION = 1
-_MOST = 1 << 53
+_MAX = 1 << 53
 _NAME = Text(r"[\w.-]+", "the name of a file")
 
 
 @dataclasses.dataclass(frozen=True)
-class FileRecord:
+class ServingFileRecord:
     """A file of the model.
 
     Attributes:
@@ -47,7 +47,7 @@ class FileRecord:
     crc32: int
 
     @classmethod
-    def of(cls, path: Path) -> FileRecord:
+    def of(cls, path: Path) -> ServingFileRecord:
         """The record of a file on the disk."""
         return cls(path.name, path.stat().st_size, _crc32(path))
 
@@ -97,7 +97,7 @@ class Initial:
 
 
 @dataclasses.dataclass(frozen=True)
-class TableRecord:
+class ServingTableRecord:
     """A table of rows.
 
     Attributes:
@@ -112,7 +112,7 @@ class TableRecord:
     rows: TableFile
     initial: Initial
     default_row: Sequence[float] | None
-    counts: FileRecord | None = None
+    counts: ServingFileRecord | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class TTGroupRecord:
     shapes: Sequence[ShapeRecord]
     feature_tables: Sequence[int]
     dtype: str
-    cores: FileRecord
+    cores: ServingFileRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class InputRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class ServingManifest:
     """An exported model.
 
     Attributes:
@@ -179,13 +179,13 @@ class Manifest:
     """
 
     save: str
-    tables: Sequence[TableRecord]
+    tables: Sequence[ServingTableRecord]
     tensor_train: Sequence[TTGroupRecord]
-    program: FileRecord
+    program: ServingFileRecord
     tree: str
     inputs: Sequence[InputRecord]
     checkpoint: str | None
-    package: FileRecord | None = None
+    package: ServingFileRecord | None = None
     parameters: Sequence[str] = ()
 
     def write(self, folder: Path) -> None:
@@ -193,7 +193,7 @@ class Manifest:
         write_signed(folder / MANIFEST, _FORMAT, _VERSION, dataclasses.asdict(self), mode="x")
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> ServingManifest:
         """Reads the manifest of a model.
 
         Raises:
@@ -205,7 +205,7 @@ class Manifest:
             content = read_signed(path, _FORMAT, _VERSION, "an exported model")
         except OSError as error:
             raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-        return _MANIFEST.read(content, Place(str(path)))
+        return _MANIFEST.read(content, JsonPlace(str(path)))
 
 
 def _crc32(path: Path) -> int:
@@ -216,9 +216,9 @@ def _crc32(path: Path) -> int:
     return total
 
 
-_COUNT = Integer(0, _MOST)
-_SIZE = Integer(1, _MOST)
-_FILE = Fields({"file": _NAME, "bytes": _COUNT, "crc32": CRC32}, FileRecord)
+_COUNT = Integer(0, _MAX)
+_SIZE = Integer(1, _MAX)
+_FILE = Fields({"file": _NAME, "bytes": _COUNT, "crc32": CRC32}, ServingFileRecord)
 _TABLE_FILE = Fields(
     {
         "file": _NAME,
@@ -251,7 +251,7 @@ _TABLE = Fields(
         "default_row": OrNull(Items(Number())),
         "counts": OrNull(_FILE),
     },
-    TableRecord,
+    ServingTableRecord,
     optional=("counts",),
 )
 _SHAPE = Fields(
@@ -295,6 +295,6 @@ _MANIFEST = Fields(
         "package": OrNull(_FILE),
         "parameters": Items(Text()),
     },
-    Manifest,
+    ServingManifest,
     optional=("package", "parameters"),
 )

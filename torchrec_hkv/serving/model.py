@@ -17,10 +17,10 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
-from torchrec_hkv.serving.manifest import Manifest
+from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.metrics import BUCKETS, family, histogram, labelled
 from torchrec_hkv.serving.opening import open_group, open_tables
-from torchrec_hkv.serving.placement import HbmBytes, Placement, chosen_again
+from torchrec_hkv.serving.placement import HbmBytes, Placement, rechoose_hot_rows
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTables
 from torchrec_hkv.tensor_train import TTGroup
@@ -35,7 +35,7 @@ _ATTEMPTS = 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Version:
+class ModelVersion:
     """The tables and parameters that a call of the model reads; immutable.
 
     Attributes:
@@ -56,7 +56,7 @@ class Version:
     written: float | None = None
     base: str | None = None
 
-    def with_hot_rows(self, rows: Tensor, hot: HotRows) -> Version:
+    def with_hot_rows(self, rows: Tensor, hot: HotRows) -> ModelVersion:
         """This version with other hot rows for the table whose rows are ``rows``, if it has it."""
         if all(table.rows is not rows for table in self.tables.tables):
             return self
@@ -98,8 +98,8 @@ class ServingModel:
     def __init__(
         self,
         folder: Path,
-        manifest: Manifest,
-        version: Version,
+        manifest: ServingManifest,
+        version: ModelVersion,
         placement: Placement,
     ) -> None:
         #: Folder from which the model was loaded.
@@ -135,14 +135,14 @@ class ServingModel:
         (``hbm_bytes``) also have ``host_lookups``, the number of ids whose row was read from host
         memory. Tensor-Train tables are not counted."""
         tables = self._version.tables
-        made = {
+        by_table = {
             name: {"lookups": counts[0], "unknown": counts[1]}
             for name, counts in zip(tables.names, tables.counters.tolist(), strict=True)
         }
         for table in tables.tables:
             if table.hot is not None:
-                made[table.name]["host_lookups"] = int(table.hot.host_lookups)
-        return made
+                by_table[table.name]["host_lookups"] = int(table.hot.host_lookups)
+        return by_table
 
     def choose_hot_rows(self) -> None:
         """Chooses the rows in HBM again, for tables with rows in host memory (``hbm_bytes``).
@@ -160,18 +160,18 @@ class ServingModel:
                 table = self._version.tables.tables[number]
                 if table.hot is None:
                     continue
-                hot = chosen_again(table)
+                hot = rechoose_hot_rows(table)
                 with self._switching:
                     self._version = self._version.with_hot_rows(table.rows, hot)
                     if self._follower is not None:
                         self._follower.use_hot_rows(table.rows, hot)
 
-    def switch(self, version: Version) -> Version:
+    def switch(self, version: ModelVersion) -> ModelVersion:
         """Serves another version; returns the previous one. The caller holds ``_switching``."""
         before = self._version
-        for its, new in zip(before.tables.tables, version.tables.tables, strict=True):
-            if new.hot is not its.hot and new.rows is its.rows:  # hot rows were chosen meanwhile
-                version = version.with_hot_rows(its.rows, its.hot)
+        for old, new in zip(before.tables.tables, version.tables.tables, strict=True):
+            if new.hot is not old.hot and new.rows is old.rows:  # hot rows were chosen meanwhile
+                version = version.with_hot_rows(old.rows, old.hot)
         self._version = version
         return before
 
@@ -202,8 +202,8 @@ class ServingModel:
             ("host_lookups", "Ids looked up whose row was in host memory, not in HBM."),
         ):
             counted = ((n, c[key]) for n, c in counters.items() if key in c)
-            its = (labelled(f"{name}_{key}_total", *each) for each in counted)
-            lines += family(f"{name}_{key}_total", "counter", about, its)
+            sample_lines = (labelled(f"{name}_{key}_total", *each) for each in counted)
+            lines += family(f"{name}_{key}_total", "counter", about, sample_lines)
         for key, (about, value) in gauges.items():
             known = [] if value is None else [f"{name}_{key} {value}"]
             lines += family(f"{name}_{key}", "gauge", about, known)
@@ -312,7 +312,7 @@ def load(
         raise ValueError(f"device is {str(device)!r}, but this process has no CUDA GPU.")
     resident = not mapped and device.type == "cpu"
     for _ in range(_ATTEMPTS):
-        manifest = Manifest.read(path)
+        manifest = ServingManifest.read(path)
         try:
             names = [record.name for record in manifest.tables]
             placement = Placement.checked(device, resident, hbm_bytes, names)
@@ -326,7 +326,9 @@ def load(
     raise ValueError(f"{path} was replaced {_ATTEMPTS} times while it was loaded: try again.")
 
 
-def _open(path: Path, manifest: Manifest, placement: Placement, verify: bool) -> Version:
+def _open(
+    path: Path, manifest: ServingManifest, placement: Placement, verify: bool
+) -> ModelVersion:
     device = placement.device
     manifest.program.check(path)
     tables = open_tables(path, manifest, placement, verify)
@@ -339,10 +341,10 @@ def _open(path: Path, manifest: Manifest, placement: Placement, verify: bool) ->
     counters = torch.zeros(len(tables), 2, dtype=torch.int64, device=device)
     opened = ReadOnlyTables(tables, counters, groups)
     program = ServedProgram(exported, _names_of(manifest))
-    return Version(opened, groups, program, manifest.checkpoint)
+    return ModelVersion(opened, groups, program, manifest.checkpoint)
 
 
-def _leaf_names(manifest: Manifest) -> list[str]:
+def _leaf_names(manifest: ServingManifest) -> list[str]:
     """Names of the arguments' leaves in messages, such as ``args[0]``."""
     tree = pytree.treespec_loads(manifest.tree)
     numbers = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
@@ -352,7 +354,7 @@ def _leaf_names(manifest: Manifest) -> list[str]:
     return names
 
 
-def _names_of(manifest: Manifest) -> list[str]:
+def _names_of(manifest: ServingManifest) -> list[str]:
     """Names of the program's tensors in messages."""
     names: list[str] = []
     for record, name in zip(manifest.inputs, _leaf_names(manifest), strict=True):
@@ -366,9 +368,9 @@ def _names_of(manifest: Manifest) -> list[str]:
     return names
 
 
-def _is_replaced(path: Path, manifest: Manifest) -> bool:
+def _is_replaced(path: Path, manifest: ServingManifest) -> bool:
     """Whether another export has replaced the folder, so that the opened files may be mixed."""
     try:
-        return Manifest.read(path).save != manifest.save
+        return ServingManifest.read(path).save != manifest.save
     except ValueError:
         return False

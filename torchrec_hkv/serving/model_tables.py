@@ -16,7 +16,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.tracing import Output
-from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.modules.collection import BackendCollection, ShardedTable
 from torchrec_hkv.sharding.state.names import joined, named_modules
 from torchrec_hkv.sharding.tables import SUMMED_OVER_RANKS
 
@@ -44,7 +44,7 @@ class ModelTable:
     name: str
     collection: nn.Module
     config: Any
-    found: FoundTable | None
+    found: ShardedTable | None
     sharding_type: str | None
 
     @property
@@ -71,8 +71,8 @@ class ModelTable:
         """Kind of pooling in training, an argument of ``serving_pool``."""
         kind = ops.SUM
         if self.is_mean:
-            own = ops.SCALED_SUM if is_stock else ops.SCALED_ROWS
-            kind = ops.DIVIDED_SUM if self.is_summed_over_ranks else own
+            scaled = ops.SCALED_SUM if is_stock else ops.SCALED_ROWS
+            kind = ops.DIVIDED_SUM if self.is_summed_over_ranks else scaled
         return kind + (ops.FUSED if is_stock else 0)
 
 
@@ -93,7 +93,7 @@ def find_tables(model: nn.Module) -> list[ModelTable]:
         if not isinstance(module, _COLLECTIONS):
             continue
         attribute = "embedding_bags" if has_bags(module) else "embeddings"
-        found = module.found_tables() if isinstance(module, BackendCollection) else {}
+        found = module.sharded_tables() if isinstance(module, BackendCollection) else {}
         plan = getattr(module, "module_sharding_plan", {})
         for config in _configs(module):
             sharding = plan.get(config.name)

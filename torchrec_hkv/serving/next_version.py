@@ -12,13 +12,13 @@ from torch import Tensor
 from torchrec_hkv.checkpoint.record import LINK
 from torchrec_hkv.serving import row_formats
 from torchrec_hkv.serving.checkpoints import Checkpoint
-from torchrec_hkv.serving.model import Version
+from torchrec_hkv.serving.model import ModelVersion
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_builder import build_table
 from torchrec_hkv.serving.table_file import CHANGES_LOAD, TableFile, place_layer
-from torchrec_hkv.serving.tables import Changes, HotRows, ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables, RowChanges
 from torchrec_hkv.tensor_train import TTGroup
 
 _PIECE = 1 << 16
@@ -27,7 +27,9 @@ _PIECE = 1 << 16
 class NextVersion:
     """Builds the next version of a model from a checkpoint."""
 
-    def __init__(self, before: Version, folder: Path, digest: str, placement: Placement) -> None:
+    def __init__(
+        self, before: ModelVersion, folder: Path, digest: str, placement: Placement
+    ) -> None:
         self._before, self._folder, self._digest = before, folder, digest
         self._placement, self._device = placement, placement.device
         self._checkpoint = Checkpoint(folder)
@@ -35,7 +37,7 @@ class NextVersion:
         #: Files of the tables, if the checkpoint is a base.
         self.files: list[TableFile] = []
 
-    def version(self, folder: Path) -> Version:
+    def version(self, folder: Path) -> ModelVersion:
         """Builds the version.
 
         Args:
@@ -50,13 +52,13 @@ class NextVersion:
             tables = [self._changed(n, table) for n, table in enumerate(before.tables.tables)]
         else:
             tables = [
-                self._whole(table, folder, f"{n}.table")
+                self._build_table(table, folder, f"{n}.table")
                 for n, table in enumerate(before.tables.tables)
             ]
             tables = self._placement.place(tables, before.tables.tables)
-        cores = [(group, self._cores(group, its)) for group, its in before.cores]
+        cores = [(group, self._cores(group, group_cores)) for group, group_cores in before.cores]
         opened = ReadOnlyTables(tables, before.tables.counters, cores)
-        return Version(
+        return ModelVersion(
             opened,
             cores,
             self._program(before.program),
@@ -66,7 +68,7 @@ class NextVersion:
             before.base if self._is_delta else self._digest,
         )
 
-    def _whole(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
+    def _build_table(self, table: ReadOnlyTable, folder: Path, name: str) -> ReadOnlyTable:
         """Builds a table from a base, in host memory."""
         has_files = self._checkpoint.has_files(table.name)
         written = build_table(
@@ -108,7 +110,7 @@ class NextVersion:
             parts, erased = self._checkpoint.changes(table.name)
             ids, rows = parts[0].ids, parts[0].rows
             if len(parts) > 1:
-                rows = self._held(number, ids)
+                rows = self._stored_rows(number, ids)
                 ascending, order = ids.sort()
                 for part in parts:  # skips ids that the shard of the first columns lacks
                     known = torch.isin(part.ids, ids)
@@ -124,7 +126,7 @@ class NextVersion:
         data = row_formats.to_bytes(rows, table.row_format, table.unit)
         merged = _merged(table.changes, ids, data, erased)
         index, order = place_layer(merged.ids, merged.is_erased, CHANGES_LOAD)
-        changes = Changes(
+        changes = RowChanges(
             merged.ids[order], merged.data.index_select(0, order), merged.is_erased[order]
         )
         return dataclasses.replace(
@@ -134,7 +136,7 @@ class NextVersion:
             changes=changes,
         )
 
-    def _held(self, number: int, ids: Tensor) -> Tensor:
+    def _stored_rows(self, number: int, ids: Tensor) -> Tensor:
         """Rows of ids in the previous version, in host memory."""
         table = self._before.tables.tables[number]
         if table.hot is not None:
@@ -151,7 +153,9 @@ class NextVersion:
             self._check_range(table, rows)
             data = row_formats.to_bytes(rows, table.row_format, table.unit)
             now = row_formats.from_bytes(data, table.row_format, table.dim, table.unit)
-            differs = (now.view(torch.int32) != self._held(number, ids).view(torch.int32)).any(1)
+            differs = (
+                now.view(torch.int32) != self._stored_rows(number, ids).view(torch.int32)
+            ).any(1)
             changed_ids.append(ids[differs])
             changed_rows.append(rows[differs])
         return torch.cat(changed_ids), torch.cat(changed_rows)
@@ -172,11 +176,11 @@ class NextVersion:
     def _check_range(self, table: ReadOnlyTable, rows: Tensor) -> None:
         if table.row_format not in ("int8", "int4") or rows.numel() == 0:
             return
-        largest, most = float(rows.abs().max()), row_formats.most_for(table.unit)
-        if not largest <= most:
+        largest, maximum = float(rows.abs().max()), row_formats.max_for(table.unit)
+        if not largest <= maximum:
             raise ValueError(
                 f"{self._folder} has a value of {largest} for table {table.name!r}, whose "
-                f"{table.row_format} rows take at most {most}: export the model again."
+                f"{table.row_format} rows take at most {maximum}: export the model again."
             )
 
     def _cores(self, group: TTGroup, before: Sequence[Tensor]) -> list[Tensor]:
@@ -187,47 +191,47 @@ class NextVersion:
         ]
         tensors = self._checkpoint.tensors(names)
         cores = []
-        for name, own in zip(names, before, strict=True):
+        for name, old_core in zip(names, before, strict=True):
             core = tensors[name]
-            if core.dtype != own.dtype or core.numel() != own.numel():
+            if core.dtype != old_core.dtype or core.numel() != old_core.numel():
                 raise ValueError(
                     f"{self._folder} has {name!r} of dtype {core.dtype} and {core.numel()} "
-                    f"elements, but the model has {own.dtype} and {own.numel()}: it is of another "
-                    "model."
+                    f"elements, but the model has {old_core.dtype} and {old_core.numel()}: it is "
+                    "of another model."
                 )
-            cores.append(core.view(own.shape).to(self._device))
+            cores.append(core.view(old_core.shape).to(self._device))
         return cores
 
     def _program(self, before: ServedProgram) -> ServedProgram:
         """The program with the checkpoint's dense tensors."""
-        own = before.state
-        names = {key: key.removeprefix("model.") for key in own}
+        old_state = before.state
+        names = {key: key.removeprefix("model.") for key in old_state}
         tensors = self._checkpoint.tensors(list(names.values()))
         state = {key: tensors[name] for key, name in names.items()}
         for key, value in state.items():
-            if value.shape != own[key].shape:
+            if value.shape != old_state[key].shape:
                 raise ValueError(
                     f"{self._folder} has {names[key]!r} of shape {tuple(value.shape)}, but the "
-                    f"model has {tuple(own[key].shape)}: it is of another model."
+                    f"model has {tuple(old_state[key].shape)}: it is of another model."
                 )
-        if all(torch.equal(value, own[key].cpu()) for key, value in state.items()):
+        if all(torch.equal(value, old_state[key].cpu()) for key, value in state.items()):
             return before
         return before.with_state(state)
 
 
-def _merged(before: Changes | None, ids: Tensor, data: Tensor, erased: Tensor) -> Changes:
+def _merged(before: RowChanges | None, ids: Tensor, data: Tensor, erased: Tensor) -> RowChanges:
     """Merges changes; later ones take precedence."""
     if before is None:
-        before = Changes(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
-    own = torch.cat([ids, erased])
-    kept = (~torch.isin(before.ids, own)).nonzero().flatten()
+        before = RowChanges(ids[:0], data[:0], torch.empty(0, dtype=torch.bool))
+    changed_ids = torch.cat([ids, erased])
+    unchanged = (~torch.isin(before.ids, changed_ids)).nonzero().flatten()
     no_rows = data.new_zeros(erased.numel(), data.shape[1])
-    is_erased = torch.zeros(own.numel(), dtype=torch.bool)
+    is_erased = torch.zeros(changed_ids.numel(), dtype=torch.bool)
     is_erased[ids.numel() :] = True
-    return Changes(
-        torch.cat([before.ids[kept], own]),
-        torch.cat([before.data.index_select(0, kept), data, no_rows]),
-        torch.cat([before.is_erased[kept], is_erased]),
+    return RowChanges(
+        torch.cat([before.ids[unchanged], changed_ids]),
+        torch.cat([before.data.index_select(0, unchanged), data, no_rows]),
+        torch.cat([before.is_erased[unchanged], is_erased]),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving.lookup_counts import read_codes
-from torchrec_hkv.serving.manifest import Manifest, TableRecord, TTGroupRecord
+from torchrec_hkv.serving.manifest import ServingManifest, ServingTableRecord, TTGroupRecord
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.tables import ReadOnlyTable
@@ -19,7 +19,7 @@ from torchrec_hkv.tensor_train import TTGroup, TTShape
 
 def open_tables(
     folder: Path,
-    manifest: Manifest,
+    manifest: ServingManifest,
     placement: Placement,
     verify: bool = False,
     before: Sequence[ReadOnlyTable] = (),
@@ -38,18 +38,24 @@ def open_tables(
     counts = {}
     if verify or placement.hbm_bytes is not None:
         counts = {
-            its.name: read_codes(folder, its.counts, its.rows.entries)
-            for its in records
-            if its.counts is not None
+            table_record.name: read_codes(folder, table_record.counts, table_record.rows.entries)
+            for table_record in records
+            if table_record.counts is not None
         }
     tables = placement.place(tables, before, counts)
     if placement.device.type == "cpu" and not placement.resident:
-        warm(folder, [(its.rows, table.index) for its, table in zip(records, tables, strict=True)])
+        warm(
+            folder,
+            [
+                (table_record.rows, table.index)
+                for table_record, table in zip(records, tables, strict=True)
+            ],
+        )
     return tables
 
 
 def _open_table(
-    folder: Path, record: TableRecord, placement: Placement, verify: bool
+    folder: Path, record: ServingTableRecord, placement: Placement, verify: bool
 ) -> ReadOnlyTable:
     """A table with index and rows in host memory."""
     if verify:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from torchrec_hkv.serving.manifest import TableRecord, TTGroupRecord
+from torchrec_hkv.serving.manifest import ServingTableRecord, TTGroupRecord
 
 #: Key of the package's metadata that describes its tables.
 TABLES = "torchrec_hkv.tables"
@@ -16,7 +16,7 @@ TABLES = "torchrec_hkv.tables"
 def write_package(
     exported: torch.export.ExportedProgram,
     path: Path,
-    tables: Sequence[TableRecord],
+    tables: Sequence[ServingTableRecord],
     groups: Sequence[TTGroupRecord],
 ) -> None:
     """Compiles a program and writes the package.
@@ -45,7 +45,7 @@ def write_package(
         )
 
 
-def describe_table(table: TableRecord) -> str:
+def describe_table(table: ServingTableRecord) -> str:
     """The line of a table in the metadata. Tabs separate the fields: name, file, entries, blocks of
     the index, buckets of a block, columns, row format, unit; then, for unknown ids, seed,
     distribution, low, high, mean, standard deviation, and the numbers of the default row, if there

@@ -62,7 +62,7 @@ def warm(
         for number in opened:
             os.close(number)
         return None
-    mapped = [(number, *its) for number, its in zip(opened, files, strict=True)]
+    mapped = [(number, *slices) for number, slices in zip(opened, files, strict=True)]
     thread = threading.Thread(target=_read, args=(mapped,), name="warm", daemon=True)
     thread.start()
     return thread

@@ -17,12 +17,12 @@ from torchrec_hkv.serving.lookup_counts import counts_of
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable
 from torchrec_hkv.table_names import find_name
 
-__all__ = ["HbmBytes", "Placement", "carried_counts", "chosen_again", "ops", "shares"]
+__all__ = ["HbmBytes", "Placement", "carried_counts", "ops", "rechoose_hot_rows", "shares"]
 
 _ops = torch.ops.torchrec_hkv
 #: Bytes of HBM for rows, of all tables together or by table.
 HbmBytes = int | Mapping[str, int]
-_MOST_HOT = (1 << 32) - 1
+_MAX_HOT = (1 << 32) - 1
 _BUCKET_IDS = 7
 _BATCH_BUCKETS = 1 << 20
 
@@ -92,8 +92,8 @@ class Placement:
         known = {table.name: table for table in before if table.hot is not None}
         codes = codes or {}
         return [
-            self._placed(its, limits[its.name], known.get(its.name), codes.get(its.name))
-            for its in tables
+            self._placed(each, limits[each.name], known.get(each.name), codes.get(each.name))
+            for each in tables
         ]
 
     def _placed(
@@ -116,10 +116,10 @@ class Placement:
             counts = counts_of(codes.to(self.device))
         else:
             counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
-        words, hot = _empty(entries, min(limit // row_bytes, _MOST_HOT), row_bytes, self.device)
+        words, hot = _empty(entries, min(limit // row_bytes, _MAX_HOT), row_bytes, self.device)
         _choose(rows, counts.cpu(), None, words, hot)
-        its = HotRows(words, hot, counts, host_lookups)
-        return dataclasses.replace(table, index=index, rows=rows, hot=its)
+        hot_rows = HotRows(words, hot, counts, host_lookups)
+        return dataclasses.replace(table, index=index, rows=rows, hot=hot_rows)
 
 
 def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, int]:
@@ -134,11 +134,11 @@ def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, in
         return dict(sizes)
     if isinstance(hbm_bytes, Mapping):
         return {name: hbm_bytes.get(name, size) for name, size in sizes.items()}
-    made, left = {}, hbm_bytes
+    result, left = {}, hbm_bytes
     for number, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
-        made[name] = min(sizes[name], left // (len(sizes) - number))
-        left -= made[name]
-    return made
+        result[name] = min(sizes[name], left // (len(sizes) - number))
+        left -= result[name]
+    return result
 
 
 def carried_counts(index: Tensor, entries: int, before: ReadOnlyTable) -> Tensor:
@@ -174,7 +174,7 @@ def numbered_ids(index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids[is_there], (first[:, None] + places)[is_there]
 
 
-def chosen_again(table: ReadOnlyTable) -> HotRows:
+def rechoose_hot_rows(table: ReadOnlyTable) -> HotRows:
     """Chooses as many hot rows as a table has, by its counts, and halves the counts.
 
     Lookups on the current stream continue meanwhile. Returns when the rows are in HBM.

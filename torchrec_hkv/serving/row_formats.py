@@ -26,9 +26,9 @@ _BITS = {"int8": 8, "int4": 4}
 _HEADER_BYTES = 4
 _HALF_MAX = torch.finfo(torch.float16).max
 # Offsets are at most this many units.
-_MOST_UNITS = 2.0**10
+_MAX_UNITS = 2.0**10
 #: Number of doublings of the unit that stands for no limit, for rows without values.
-MOST_ROOM = 1 << 30
+MAX_DOUBLINGS = 1 << 30
 
 
 def check_row_format(value: object, name: str = "rows") -> RowFormat:
@@ -73,7 +73,7 @@ def unit_for(largest: float) -> float:
     return 2.0 ** max(-126, min(127, math.ceil(math.log2(largest)) - 10))
 
 
-def most_for(unit: float) -> float:
+def max_for(unit: float) -> float:
     """Largest absolute value of quantised rows with this unit."""
     return unit * _HALF_MAX
 
@@ -118,13 +118,13 @@ class Quantised:
     Attributes:
         rows: number of rows before the first row that needs a larger unit or is not finite.
         largest: largest absolute value of that row.
-        room: number of times that the unit of the rows before it can be doubled while
+        doublings_left: number of times that the unit of the rows before it can be doubled while
             ``serving_lower`` can still convert them.
     """
 
     rows: int
     largest: float
-    room: int
+    doublings_left: int
 
 
 def quantise_into(rows: Tensor, row_format: RowFormat, largest: float, data: Tensor) -> Quantised:
@@ -138,7 +138,7 @@ def quantise_into(rows: Tensor, row_format: RowFormat, largest: float, data: Ten
         data: uint8 ``[n, row_bytes]``, contiguous.
     """
     unit = unit_for(largest)
-    limit = _MOST_UNITS * unit if largest > 0.0 else 0.0
+    limit = _MAX_UNITS * unit if largest > 0.0 else 0.0
     return Quantised(*_ops.serving_quantize(rows, _BITS[row_format], unit, limit, data))
 
 

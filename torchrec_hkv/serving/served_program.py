@@ -69,14 +69,14 @@ class ServedProgram:
         Args:
             state: tensors by the names of :attr:`state`, of the same shapes.
         """
-        made = object.__new__(ServedProgram)
-        made.__dict__.update(self.__dict__)
+        program = object.__new__(ServedProgram)
+        program.__dict__.update(self.__dict__)
         moved = {
-            name: state[name].to(own.device, own.dtype, copy=True)
-            for name, own in self._state.items()
+            name: state[name].to(tensor.device, tensor.dtype, copy=True)
+            for name, tensor in self._state.items()
         }
-        made._set_state(moved, self._attributes)
-        return made
+        program._set_state(moved, self._attributes)
+        return program
 
     def __call__(self, handle: Tensor, tensors: list[Tensor]) -> Any:
         """Runs the program.

@@ -129,13 +129,13 @@ class TrainedModel:
     def cores(self, table: ModelTable) -> list[Tensor]:
         shard, holder = table.found.planned.shards[0], table.found.state.ranks[0]
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        own = None
+        found_cores = None
         if is_alone or dist.get_rank() == holder:
-            own = table.found.collection.group_lookups()[shard.key].cores(shard.key)
-            own = [core.detach().cpu() for core in own]
+            found_cores = table.found.collection.group_lookups()[shard.key].cores(shard.key)
+            found_cores = [core.detach().cpu() for core in found_cores]
         if is_alone:
-            return own
-        sent: list[Any] = [own]
+            return found_cores
+        sent: list[Any] = [found_cores]
         dist.broadcast_object_list(sent, src=holder, group=table.found.collection.sharding_group)
         return sent[0]
 
@@ -217,8 +217,10 @@ class SavedModel:
         if not self._checkpoint.has_files(table.name):
             return ZEROS
         fields = self._checkpoint.manifest(table.name).table
-        made = fields["initializer"]
-        initializer = None if made is None else initializer_from_fields(made)
+        initializer_fields = fields["initializer"]
+        initializer = (
+            None if initializer_fields is None else initializer_from_fields(initializer_fields)
+        )
         return table_seed(fields["seed"], fields["name"]), op_arguments(initializer)
 
     def batches(self, table: ModelTable) -> Iterator[tuple[Tensor, Tensor]]:

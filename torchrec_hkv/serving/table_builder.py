@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.serving import row_formats
-from torchrec_hkv.serving.background_file import BackgroundFile, Stream
+from torchrec_hkv.serving.background_file import BackgroundFile, FileStream
 from torchrec_hkv.serving.row_formats import RowFormat
 from torchrec_hkv.serving.table_file import TableFile
 from torchrec_hkv.serving.table_writer import TableWriter, doublings, gather_rows
@@ -91,20 +91,20 @@ class TableBuilder:
         self._ids = _ops.serving_memory(8 * self._capacity).view(torch.int64)
         memory = _ops.serving_memory(self._row_bytes * self._capacity)
         self._rows = memory.view(self._capacity, self._row_bytes)
-        self._held = self._entries = 0
+        self._num_buffered = self._entries = 0
         self._largest = largest
         # Number of times that the unit can be doubled: see row_formats.quantise_into.
-        self._room = row_formats.MOST_ROOM
+        self._doublings_left = row_formats.MAX_DOUBLINGS
         self._is_void = False
         self._spills: list[_Spill] = []
         self._scratch: TemporaryDirectory[str] | None = None
         self._file: BackgroundFile | None = None
-        self._stream: Stream | None = None
+        self._stream: FileStream | None = None
         self._order = order
         self._writer: TableWriter | None = None
 
     @property
-    def again(self) -> float | None:
+    def largest_if_void(self) -> float | None:
         """None, or the largest value of the rows if all rows must be given again, to a new builder
         that gets this value."""
         return self._largest if self._is_void else None
@@ -129,12 +129,12 @@ class TableBuilder:
         self._entries += ids.numel()
         first = 0
         while first < ids.numel() and not self._is_void:
-            if self._held == self._capacity:
+            if self._num_buffered == self._capacity:
                 self._spill()
-            n = min(ids.numel() - first, self._capacity - self._held)
+            n = min(ids.numel() - first, self._capacity - self._num_buffered)
             n = self._convert(ids[first : first + n], rows[first : first + n])
-            self._ids[self._held : self._held + n] = ids[first : first + n]
-            self._held += n
+            self._ids[self._num_buffered : self._num_buffered + n] = ids[first : first + n]
+            self._num_buffered += n
             first += n
         reached = [owner for entries, owner in self._order if entries <= self._entries]
         if reached and not self._is_void:
@@ -147,7 +147,7 @@ class TableBuilder:
             path: path of the file, which must not exist.
 
         Raises:
-            ValueError: an id was added twice, or all rows must be given :attr:`again`.
+            ValueError: an id was added twice, or all rows must be given :attr:`largest_if_void`.
             OSError: the file can't be written.
         """
         if self._is_void:
@@ -161,11 +161,11 @@ class TableBuilder:
                 writer.write(ids, rows, chosen, end, self._unit)
             if not writer.rows == writer.entries == self._entries:
                 raise _other_order()
-            made = writer.finish(self._unit)
+            table_file = writer.finish(self._unit)
         if self._writer is not None:
-            (Path(self._scratch.name) / made.file).rename(path)
+            (Path(self._scratch.name) / table_file.file).rename(path)
         self.close()
-        return dataclasses.replace(made, file=path.name)
+        return dataclasses.replace(table_file, file=path.name)
 
     def close(self) -> None:
         """Removes temporary files."""
@@ -196,12 +196,12 @@ class TableBuilder:
     def _convert(self, ids: Tensor, rows: Tensor) -> int:
         """Converts rows and appends them in memory. Returns the number of converted rows, which is
         less than all if the next row needs a larger unit."""
-        out = self._rows[self._held : self._held + rows.shape[0]]
+        out = self._rows[self._num_buffered : self._num_buffered + rows.shape[0]]
         if not self._is_quantised:
             row_formats.convert_into(rows, self._format, out)
             return rows.shape[0]
         done = row_formats.quantise_into(rows, self._format, self._largest, out)
-        self._room = min(self._room, done.room)
+        self._doublings_left = min(self._doublings_left, done.doublings_left)
         if done.rows < rows.shape[0]:
             self._grow(done.largest, ids[done.rows :], rows[done.rows :], done.rows)
         return done.rows
@@ -220,12 +220,12 @@ class TableBuilder:
         if self._is_void or not had_values or self._entries == 0:
             return
         count = doublings(before, self._unit)
-        if count > self._room:
+        if count > self._doublings_left:
             self._is_void = True
             self.close()
             return
-        self._room -= count
-        _ops.serving_lower(self._rows[: self._held + converted], count)
+        self._doublings_left -= count
+        _ops.serving_lower(self._rows[: self._num_buffered + converted], count)
 
     def _write_whole_blocks(self, owner: int) -> None:
         """Writes the blocks whose ids all have owner buckets below ``owner``."""
@@ -238,7 +238,7 @@ class TableBuilder:
         end = owner * writer.blocks // OWNERS
         if end <= writer.block:
             return
-        ids, rows = self._ids[: self._held], self._rows[: self._held]
+        ids, rows = self._ids[: self._num_buffered], self._rows[: self._num_buffered]
         order, by_block, counts = _ops.serving_split(ids, writer.blocks)
         ends = [0, *counts.cumsum(0).tolist()]
         if ends[writer.block] > 0:
@@ -249,12 +249,12 @@ class TableBuilder:
             writer.write(by_block[chosen], rows, order[chosen], stop, self._unit)
         left = order[ends[end] :].sort().values
         left_ids, left_rows = ids.index_select(0, left), rows.index_select(0, left)
-        self._held = left.numel()
-        self._ids[: self._held], self._rows[: self._held] = left_ids, left_rows
+        self._num_buffered = left.numel()
+        self._ids[: self._num_buffered], self._rows[: self._num_buffered] = left_ids, left_rows
 
     def _by_blocks(self, first: int, blocks: int) -> Iterator[_Chosen]:
         """The entries of the blocks from ``first`` on."""
-        ids, rows = self._ids[: self._held], self._rows[: self._held]
+        ids, rows = self._ids[: self._num_buffered], self._rows[: self._num_buffered]
         if not self._spills:
             order, by_block, counts = _ops.serving_split(ids, blocks)
             ends = [0, *counts.cumsum(0).tolist()]
@@ -265,10 +265,10 @@ class TableBuilder:
             return
         self._stream.finish()
         order, _, counts = _ops.serving_split(ids, _SPILLED_PARTS)
-        held = order.split(counts.tolist())
+        block_entries = order.split(counts.tolist())
         left_ids, left_rows = ids[:0], rows[:0]
         for part in range(_SPILLED_PARTS):
-            part_ids, part_rows = self._part(part, left_ids, left_rows, held[part])
+            part_ids, part_rows = self._part(part, left_ids, left_rows, block_entries[part])
             end = (part + 1) * blocks // _SPILLED_PARTS
             is_whole = _ops.serving_blocks(part_ids, blocks) < end
             if end > first:
@@ -290,39 +290,39 @@ class TableBuilder:
                 self._temporary() / "entries", self._ids.nbytes + self._rows.nbytes
             )
             self._stream = self._file.stream(0)
-        order, ids, counts = _ops.serving_split(self._ids[: self._held], _SPILLED_PARTS)
+        order, ids, counts = _ops.serving_split(self._ids[: self._num_buffered], _SPILLED_PARTS)
         starts = [self._stream.end]
         of_parts = counts.tolist()
-        for its, its_ids in zip(order.split(of_parts), ids.split(of_parts), strict=True):
-            if its.numel() > 0:
-                self._stream.append(its_ids.view(torch.uint8))
-                gather_rows(self._rows, its, self._stream)
+        for part_order, part_ids in zip(order.split(of_parts), ids.split(of_parts), strict=True):
+            if part_order.numel() > 0:
+                self._stream.append(part_ids.view(torch.uint8))
+                gather_rows(self._rows, part_order, self._stream)
             starts.append(self._stream.end)
         self._spills.append(_Spill(self._unit, starts, counts.tolist()))
-        self._held = 0
+        self._num_buffered = 0
 
     def _part(
-        self, part: int, left_ids: Tensor, left_rows: Tensor, held: Tensor
+        self, part: int, remaining_ids: Tensor, remaining_rows: Tensor, block_entries: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Ids and rows of a part: first the remaining entries of the previous part, then the others
         in the order in which they were added."""
-        at = left_ids.numel()
-        total = at + sum(spill.counts[part] for spill in self._spills) + held.numel()
+        at = remaining_ids.numel()
+        total = at + sum(spill.counts[part] for spill in self._spills) + block_entries.numel()
         ids = torch.empty(total, dtype=torch.int64)
         rows = torch.empty(total, self._row_bytes, dtype=torch.uint8)
-        ids[:at], rows[:at] = left_ids, left_rows
+        ids[:at], rows[:at] = remaining_ids, remaining_rows
         for spill in self._spills:
             n, start = spill.counts[part], spill.starts[part]
             if n == 0:
                 continue
-            its = rows[at : at + n]
+            part_rows = rows[at : at + n]
             self._file.read(ids[at : at + n].view(torch.uint8), start)
-            self._file.read(its.flatten(), start + 8 * n)
+            self._file.read(part_rows.flatten(), start + 8 * n)
             if self._is_quantised and spill.unit != self._unit:
-                _ops.serving_lower(its, doublings(spill.unit, self._unit))
+                _ops.serving_lower(part_rows, doublings(spill.unit, self._unit))
             at += n
-        torch.index_select(self._ids, 0, held, out=ids[at:])
-        _ops.serving_gather(self._rows, held, rows[at:])
+        torch.index_select(self._ids, 0, block_entries, out=ids[at:])
+        _ops.serving_gather(self._rows, block_entries, rows[at:])
         return ids, rows
 
 
@@ -361,6 +361,6 @@ def build_table(
         with TableBuilder(dim, row_format, path.parent, memory_bytes, largest, order) as builder:
             for ids, rows in entries():
                 builder.add(ids, rows)
-            if builder.again is None:
+            if builder.largest_if_void is None:
                 return builder.finish(path)
-            largest = builder.again
+            largest = builder.largest_if_void

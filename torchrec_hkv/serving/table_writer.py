@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, Stream
+from torchrec_hkv.serving.background_file import PIECE_BYTES, BackgroundFile, FileStream
 from torchrec_hkv.serving.row_formats import RowFormat
 from torchrec_hkv.serving.table_file import TableFile, geometry_of
 
@@ -48,15 +48,17 @@ class TableWriter:
     def __init__(self, path: Path, entries: int, dim: int, row_format: RowFormat) -> None:
         blocks, buckets = geometry_of(entries)
         self._path = path
-        self._made = TableFile(path.name, entries, blocks, buckets, dim, row_format, 1.0, (0, 0))
-        self._file = BackgroundFile(path, self._made.num_bytes)
+        self._table_file = TableFile(
+            path.name, entries, blocks, buckets, dim, row_format, 1.0, (0, 0)
+        )
+        self._file = BackgroundFile(path, self._table_file.num_bytes)
         self._is_open = True
         try:
-            os.truncate(path, self._made.num_bytes)
+            os.truncate(path, self._table_file.num_bytes)
         except OSError:
             self.close()
             raise
-        self._index, self._rows = self._file.stream(0), self._file.stream(self._made.rows_at)
+        self._index, self._rows = self._file.stream(0), self._file.stream(self._table_file.rows_at)
         self._written: list[_Written] = []
         #: Number of the next block.
         self.block = 0
@@ -83,7 +85,7 @@ class TableWriter:
             OSError: the file can't be written.
         """
         index, order = _ops.serving_place(
-            ids, None, self.blocks, self._made.block_buckets, self.block, end - self.block,
+            ids, None, self.blocks, self._table_file.block_buckets, self.block, end - self.block,
             self.rows,
         )  # fmt: skip
         self._index.append(index.view(torch.uint8).flatten())
@@ -108,9 +110,9 @@ class TableWriter:
         self._file.sync()
         self.close()
         of_rows = self._rows.crc32
-        if any(its.unit != unit for its in self._written):
+        if any(written.unit != unit for written in self._written):
             of_rows = self._lower(unit)
-        return dataclasses.replace(self._made, unit=unit, crc32=(self._index.crc32, of_rows))
+        return dataclasses.replace(self._table_file, unit=unit, crc32=(self._index.crc32, of_rows))
 
     def close(self) -> None:
         """Closes the file."""
@@ -120,13 +122,13 @@ class TableWriter:
 
     def _lower(self, unit: float) -> int:
         """Converts the rows in the file to a larger unit; returns their checksum."""
-        row_bytes, row, crc32 = self._made.row_bytes, 0, 0
+        row_bytes, row, crc32 = self._table_file.row_bytes, 0, 0
         with open(self._path, "r+b", buffering=0) as file:
             for written in self._written:
                 while row < written.end:
                     n = min(written.end - row, max(1, PIECE_BYTES // row_bytes))
                     data = torch.empty(n, row_bytes, dtype=torch.uint8)
-                    at = self._made.rows_at + row * row_bytes
+                    at = self._table_file.rows_at + row * row_bytes
                     _read(file.fileno(), host_memory(data), at)
                     if written.unit != unit:
                         _ops.serving_lower(data, doublings(written.unit, unit))
@@ -137,7 +139,7 @@ class TableWriter:
         return crc32
 
 
-def gather_rows(rows: Tensor, order: Tensor, stream: Stream) -> None:
+def gather_rows(rows: Tensor, order: Tensor, stream: FileStream) -> None:
     """Writes rows in a given order."""
     for piece in order.split(max(1, PIECE_BYTES // rows.shape[1])):
         data = stream.memory(piece.numel() * rows.shape[1])

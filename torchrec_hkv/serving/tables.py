@@ -21,7 +21,7 @@ _ZERO = {"distribution": "uniform", "low": 0.0, "high": 0.0, "mean": 0.0, "std":
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Changes:
+class RowChanges:
     """Changes of a table since its file was written.
 
     Attributes:
@@ -90,7 +90,7 @@ class ReadOnlyTable:
     default_row: Tensor | None = None
     changed_index: Tensor | None = None
     changed_rows: Tensor | None = None
-    changes: Changes | None = None
+    changes: RowChanges | None = None
     hot: HotRows | None = None
 
 
@@ -128,10 +128,13 @@ class ReadOnlyTables:
             [table.rows for table in tables],
             [no_ids if table.changed_index is None else table.changed_index for table in tables],
             [no_rows if table.changed_rows is None else table.changed_rows for table in tables],
-            [its.words for its in hot],
-            [its.rows for its in hot],
-            [no_words if its.counts is None else its.counts for its in hot],
-            [no_ids if its.host_lookups is None else its.host_lookups for its in hot],
+            [hot_rows.words for hot_rows in hot],
+            [hot_rows.rows for hot_rows in hot],
+            [no_words if hot_rows.counts is None else hot_rows.counts for hot_rows in hot],
+            [
+                no_ids if hot_rows.host_lookups is None else hot_rows.host_lookups
+                for hot_rows in hot
+            ],
             [no_row if table.default_row is None else table.default_row for table in tables],
             [table.dim for table in tables],
             [ROW_FORMATS.index(table.row_format) for table in tables],

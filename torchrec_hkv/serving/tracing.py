@@ -45,7 +45,7 @@ class Output:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class LookupCall:
     """The outputs of a collection that one op call looks up.
 
     Attributes:
@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclasses.dataclass
-class Current:
+class CurrentHandle:
     """Holds the handle of the tables during a call or a trace."""
 
     handle: Tensor | None = None
@@ -70,10 +70,14 @@ class Current:
 
 class _Lookup(nn.Module):
     def __init__(
-        self, outputs: Sequence[Output], parts: Sequence[Part], is_weighted: bool, current: Current
+        self,
+        outputs: Sequence[Output],
+        calls: Sequence[LookupCall],
+        is_weighted: bool,
+        current: CurrentHandle,
     ) -> None:
         super().__init__()
-        self.outputs, self.parts = outputs, parts
+        self.outputs, self.calls = outputs, calls
         self.is_weighted, self.current = is_weighted, current
 
     def batch(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -82,9 +86,9 @@ class _Lookup(nn.Module):
         lengths = features.lengths().view(len(features.keys()), features.stride())
         return features.values(), lengths, features.weights() if self.is_weighted else None
 
-    def numbers(self, features: KeyedJaggedTensor, part: Part) -> list[int]:
+    def numbers(self, features: KeyedJaggedTensor, call: LookupCall) -> list[int]:
         keys = features.keys()
-        return [keys.index(self.outputs[number].feature) for number in part.outputs]
+        return [keys.index(self.outputs[number].feature) for number in call.outputs]
 
 
 class PooledLookup(_Lookup):
@@ -95,7 +99,7 @@ class PooledLookup(_Lookup):
         ids, lengths, weights = self.batch(features)
         pieces: list[Tensor | None] = [None] * len(self.outputs)
         whole = None
-        for part in self.parts:
+        for part in self.calls:
             outputs = [self.outputs[number] for number in part.outputs]
             dims = [output.dim for output in outputs]
             call = (self.current.handle, ids, lengths, weights, self.numbers(features, part))
@@ -106,7 +110,7 @@ class PooledLookup(_Lookup):
                 whole = _ops.serving_tt(*call, part.group, dims, part.is_mean, True)[0]
             for number, piece in zip(part.outputs, whole.split(dims, dim=1), strict=True):
                 pieces[number] = piece
-        values = whole if len(self.parts) == 1 else torch.cat(pieces, dim=1)
+        values = whole if len(self.calls) == 1 else torch.cat(pieces, dim=1)
         return KeyedTensor(
             keys=[output.name for output in self.outputs],
             length_per_key=[output.dim for output in self.outputs],
@@ -120,9 +124,13 @@ class SequenceLookup(_Lookup):
     (``need_indices``)."""
 
     def __init__(
-        self, outputs: Sequence[Output], parts: Sequence[Part], gives_ids: bool, current: Current
+        self,
+        outputs: Sequence[Output],
+        calls: Sequence[LookupCall],
+        gives_ids: bool,
+        current: CurrentHandle,
     ) -> None:
-        super().__init__(outputs, parts, False, current)
+        super().__init__(outputs, calls, False, current)
         self.gives_ids = gives_ids
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -130,7 +138,7 @@ class SequenceLookup(_Lookup):
         ids, lengths, _ = self.batch(features)
         starts = _offsets(lengths.sum(dim=1)) if self.gives_ids else None
         found: dict[str, JaggedTensor] = {}
-        for part in self.parts:
+        for part in self.calls:
             outputs = [self.outputs[number] for number in part.outputs]
             dims = [output.dim for output in outputs]
             numbers = self.numbers(features, part)
@@ -171,7 +179,7 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
         lookups: replacements of modules, by the module's ``id``.
         dense: returns the tensors of all other modules.
     """
-    made: dict[int, nn.Module] = {}
+    replaced: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
 
     def on_host(name: str, tensor: Tensor | None, is_saved: bool) -> Tensor | None:
@@ -188,21 +196,21 @@ def with_lookups(model: nn.Module, lookups: dict[int, nn.Module], dense: Dense) 
             return lookups[id(module)]
         if (inner := unwrapped(module)) is not module:
             return copied(path, inner)
-        if id(module) not in made:
-            copy = made[id(module)] = module.__class__.__new__(module.__class__)
+        if id(module) not in replaced:
+            copy = replaced[id(module)] = module.__class__.__new__(module.__class__)
             copy.__dict__.update(module.__dict__)
             unsaved = module._non_persistent_buffers_set
             parts = {
                 attribute: {
-                    name: on_host(joined(path, name), own, name not in unsaved)
-                    for name, own in getattr(module, attribute).items()
+                    name: on_host(joined(path, name), tensor, name not in unsaved)
+                    for name, tensor in getattr(module, attribute).items()
                 }
                 for attribute in ("_parameters", "_buffers")
             }
             copy.__dict__.update(training=False, _modules={}, **parts)
             for name, child in module._modules.items():
                 copy._modules[name] = None if child is None else copied(joined(path, name), child)
-        return made[id(module)]
+        return replaced[id(module)]
 
     return copied("", model)
 
@@ -230,7 +238,7 @@ class Program(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        current: Current,
+        current: CurrentHandle,
         tree: pytree.TreeSpec,
         inputs: Sequence[InputRecord],
     ) -> None:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_hkv.collective import on_every_rank, on_leader
-from torchrec_hkv.serving.arguments import Arguments, Choices, Rows, Unknown
+from torchrec_hkv.serving.arguments import ExportArguments, ExportSettings, Rows, Unknown
 from torchrec_hkv.serving.export_folder import ExportFolder
 from torchrec_hkv.serving.lookup_counts import CountsWriter
 from torchrec_hkv.serving.manifest import (
-    FileRecord,
     Initial,
-    Manifest,
+    ServingFileRecord,
+    ServingManifest,
+    ServingTableRecord,
     ShapeRecord,
-    TableRecord,
     TTGroupRecord,
 )
 from torchrec_hkv.serving.model_tables import (
@@ -39,9 +39,9 @@ from torchrec_hkv.serving.packaging import write_package
 from torchrec_hkv.serving.sources import ZEROS
 from torchrec_hkv.serving.table_builder import MEMORY_BYTES, TableBuilder
 from torchrec_hkv.serving.tracing import (
-    Current,
+    CurrentHandle,
+    LookupCall,
     Output,
-    Part,
     PooledLookup,
     Program,
     SequenceLookup,
@@ -111,13 +111,13 @@ def export(
         OSError: the folder can't be written.
     """
     target = Path(folder)
-    given = Arguments(
+    given = ExportArguments(
         model, target, rows, inputs, kwargs, unknown, checkpoint, deltas, memory_bytes, package,
         lookup_counts,
     )  # fmt: skip
     tables = find_tables(model)
-    checked: list[Choices] = []
-    on_every_rank(lambda: checked.append(Choices.of(given, tables)))
+    checked: list[ExportSettings] = []
+    on_every_rank(lambda: checked.append(ExportSettings.of(given, tables)))
     place = ExportFolder(target)
     try:
         on_leader(place.open)
@@ -139,9 +139,13 @@ class _Writer:
     """Writes the files of a model; all ranks take part."""
 
     def __init__(
-        self, given: Arguments, tables: Sequence[ModelTable], choices: Choices, folder: Path
+        self,
+        arguments: ExportArguments,
+        tables: Sequence[ModelTable],
+        choices: ExportSettings,
+        folder: Path,
     ) -> None:
-        self._given, self._tables = given, tables
+        self._arguments, self._tables = arguments, tables
         self._choices, self._source = choices, choices.source
         self._folder = folder
 
@@ -152,7 +156,7 @@ class _Writer:
         group_records = [self._cores(group, number) for number, group in enumerate(groups)]
         on_leader(lambda: self._program(lookups, records, group_records))
 
-    def _rows(self, table: ModelTable, number: int, largest: float = 0.0) -> TableRecord:
+    def _rows(self, table: ModelTable, number: int, largest: float = 0.0) -> ServingTableRecord:
         """Writes a table, given the largest known absolute value of its rows."""
         row_format, memory = self._choices.rows[table.name], self._choices.memory_bytes
         order = self._source.order(table)
@@ -161,7 +165,7 @@ class _Writer:
             CountsWriter(self._folder) as counts,
         ):
             failure = self._feed(builder, counts, table)
-            again = on_leader(lambda: None if failure else builder.again)
+            again = on_leader(lambda: None if failure else builder.largest_if_void)
             if again is None:
                 return on_leader(lambda: self._finished(builder, counts, table, number, failure))
         return self._rows(table, number, again)  # all ranks yield all rows again
@@ -173,13 +177,13 @@ class _Writer:
         the end, because batches are collective calls."""
         failure: Exception | None = None
         given = [(builder.add, self._source.batches(table))]
-        if self._given.lookup_counts:
+        if self._arguments.lookup_counts:
             given.append((counts.add, self._source.counts(table)))
         for add, batches in given:
-            for ids, its in batches:
+            for ids, rows in batches:
                 if _is_writer() and failure is None:
                     try:
-                        add(ids, its)
+                        add(ids, rows)
                     except (OSError, ValueError) as error:
                         failure = error
         return failure
@@ -191,7 +195,7 @@ class _Writer:
         table: ModelTable,
         number: int,
         failure: Exception | None,
-    ) -> TableRecord:
+    ) -> ServingTableRecord:
         if failure is not None:
             raise _named(table, failure)
         try:
@@ -201,7 +205,9 @@ class _Writer:
             raise _named(table, error) from None
         unknown = self._choices.unknown[table.name]
         row = unknown if isinstance(unknown, list) else None
-        return TableRecord(table.name, written, self._initial(table, unknown), row, of_counts)
+        return ServingTableRecord(
+            table.name, written, self._initial(table, unknown), row, of_counts
+        )
 
     def _initial(self, table: ModelTable, unknown: str | list[float]) -> Initial:
         seed, start = self._source.start(table) if unknown == "initial" else ZEROS
@@ -227,7 +233,7 @@ class _Writer:
                 [ShapeRecord(s.num_embeddings, s.embedding_dim, s.p, s.q, s.ranks) for s in shapes],
                 group.feature_tables,
                 str(cores[0].dtype).removeprefix("torch."),
-                FileRecord.of(path),
+                ServingFileRecord.of(path),
             )
 
         return on_leader(write)
@@ -239,8 +245,8 @@ class _Writer:
         groups: list[_Group] = []
         found: dict[int, _Collection] = {}
         for module in {id(table.collection): table.collection for table in self._tables}.values():
-            its = [table for table in self._tables if table.collection is module]
-            outputs = outputs_of(module, its, [self._source.backend(t) is None for t in its])
+            tables = [table for table in self._tables if table.collection is module]
+            outputs = outputs_of(module, tables, [self._source.backend(t) is None for t in tables])
             rows: list[int] = []
             cores: dict[tuple[bool, int], list[int]] = {}
             for number, output in enumerate(outputs):
@@ -251,11 +257,11 @@ class _Writer:
                     cores.setdefault((table.is_mean, dim), []).append(number)
                 else:
                     rows.append(number)
-            parts = [Part(rows, [numbers[outputs[n].table] for n in rows])] if rows else []
+            parts = [LookupCall(rows, [numbers[outputs[n].table] for n in rows])] if rows else []
             for (is_mean, _), members in cores.items():
                 names = list(dict.fromkeys(outputs[number].table for number in members))
                 feature_tables = [names.index(outputs[number].table) for number in members]
-                parts.append(Part(members, group=len(groups), is_mean=is_mean))
+                parts.append(LookupCall(members, group=len(groups), is_mean=is_mean))
                 groups.append(_Group([by_name[name] for name in names], feature_tables))
             found[id(module)] = _Collection(module, outputs, parts)
         return groups, found
@@ -263,15 +269,15 @@ class _Writer:
     def _program(
         self,
         collections: Mapping[int, _Collection],
-        records: Sequence[TableRecord],
+        records: Sequence[ServingTableRecord],
         groups: Sequence[TTGroupRecord],
     ) -> None:
-        current = Current()
-        lookups = {key: its.lookup(current) for key, its in collections.items()}
+        current = CurrentHandle()
+        lookups = {key: collection.lookup(current) for key, collection in collections.items()}
         tree, leaves, tensors = describe_inputs(
-            tuple(self._given.inputs), dict(self._given.kwargs or {})
+            tuple(self._arguments.inputs), dict(self._arguments.kwargs or {})
         )
-        served = with_lookups(self._given.model, lookups, self._source.dense)
+        served = with_lookups(self._arguments.model, lookups, self._source.dense)
         program = Program(served, current, tree, leaves).eval()
         exported = trace(program, [tensor.detach().cpu() for tensor in tensors])
         path = self._folder / "program.pt2"
@@ -280,20 +286,20 @@ class _Writer:
         path.write_bytes(program_bytes.getbuffer())
         _sync(path)
         package = None
-        if self._given.package:
+        if self._arguments.package:
             write_package(exported, self._folder / "package.pt2", records, groups)
             _sync(self._folder / "package.pt2")
-            package = FileRecord.of(self._folder / "package.pt2")
-        Manifest(
+            package = ServingFileRecord.of(self._folder / "package.pt2")
+        ServingManifest(
             secrets.token_hex(8),
             list(records),
             list(groups),
-            FileRecord.of(path),
+            ServingFileRecord.of(path),
             torch.utils._pytree.treespec_dumps(tree),
             leaves,
             self._source.digest,
             package,
-            _parameters(self._given.model, len(self._given.inputs)),
+            _parameters(self._arguments.model, len(self._arguments.inputs)),
         ).write(self._folder)
 
 
@@ -303,9 +309,9 @@ class _Collection:
 
     module: nn.Module
     outputs: list[Output]
-    parts: list[Part]
+    parts: list[LookupCall]
 
-    def lookup(self, current: Current) -> nn.Module:
+    def lookup(self, current: CurrentHandle) -> nn.Module:
         """The module that replaces the collection in the program."""
         if has_bags(self.module):
             return PooledLookup(self.outputs, self.parts, is_weighted(self.module), current)

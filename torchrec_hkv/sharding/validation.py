@@ -86,7 +86,9 @@ def planned_tables(
     )
     configs = table_configs(module)
     if isinstance(module, EmbeddingCollection):
-        _check_column_shards({name: its for name, its in shardings.items() if name in configs})
+        _check_column_shards(
+            {name: table_sharding for name, table_sharding in shardings.items() if name in configs}
+        )
     planned: dict[str, PlannedTable] = {}
     for name, sharding in shardings.items():
         if name not in configs or sharding.compute_kernel != KERNEL:

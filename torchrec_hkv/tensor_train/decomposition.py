@@ -84,7 +84,7 @@ def tt_svd(
     q = factor_dim(dim, num_cores) if q is None else tuple(q)
     limits = max_ranks(p, q)
     if isinstance(ranks, int):
-        ranks = [min(ranks, most) for most in limits]
+        ranks = [min(ranks, maximum) for maximum in limits]
     # Raises if the numbers do not fit.
     TTShape(rows, dim, p, q, tuple(limits if ranks is None else ranks))
 

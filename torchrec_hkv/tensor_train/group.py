@@ -260,7 +260,7 @@ class TTGroup:
             TypeError: an argument has another dtype.
             ValueError: see :meth:`sort`; or a core, weights or index has another size.
         """
-        batch = self._looked_up(ids, offsets, batch_size, **pooling)
+        batch = self._lookup_arguments(ids, offsets, batch_size, **pooling)
         return _lookup(list(cores), self.handle, *batch)
 
     def lookup_fused(
@@ -293,7 +293,7 @@ class TTGroup:
             learning_rate: float32 ``[]``.
             pooling: see :class:`SortedPooling`; weights may require grad.
         """
-        batch = self._looked_up(ids, offsets, batch_size, **pooling)
+        batch = self._lookup_arguments(ids, offsets, batch_size, **pooling)
         return _lookup_fused(anchor, cores, states, step, self.handle, *batch, learning_rate)
 
     def gradients(
@@ -307,7 +307,7 @@ class TTGroup:
     ) -> list[Tensor]:
         """Gradients of the cores, with their dtype and shape, from the gradient of a lookup's
         output."""
-        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        batch = self._sorted_arguments(ids, offsets, batch_size, **pooling)
         return _ops.tt_gradients(list(cores), self.handle, grad, *batch)
 
     def flat_gradients(
@@ -325,7 +325,7 @@ class TTGroup:
             float32 ``[elements + slices]``: the gradients of all cores, one after the other, then
             for each slice of each core 1 if it occurs in the batch, else 0.
         """
-        batch = self._sorted(ids, offsets, batch_size, **pooling)
+        batch = self._sorted_arguments(ids, offsets, batch_size, **pooling)
         return _ops.tt_flat_gradients(list(cores), self.handle, grad, *batch)
 
     def apply_gradients(
@@ -374,7 +374,7 @@ class TTGroup:
         """Arguments of ops for a batch, in their order. Lookups sort it if there is no index."""
         return ids, offsets, weights, index, batch_size, mean, pooled
 
-    def _looked_up(
+    def _lookup_arguments(
         self, ids: Tensor, offsets: Tensor, batch_size: int, **pooling: Unpack[SortedPooling]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, bool, bool]:
         """:meth:`_batch` for lookups, after the check of strict groups."""
@@ -382,7 +382,7 @@ class TTGroup:
             self._refuse_if_strict(ids, offsets, batch_size)
         return self._batch(ids, offsets, batch_size, **pooling)
 
-    def _sorted(
+    def _sorted_arguments(
         self, ids: Tensor, offsets: Tensor, batch_size: int, **pooling: Unpack[SortedPooling]
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, int, bool, bool]:
         """:meth:`_batch` for ops that need an index."""

@@ -18,13 +18,13 @@ from torchrec_hkv.tensor_train.shapes import TTShape
 from torchrec_hkv.tensor_train.write_back import write_back
 
 #: Bound on the number of counted ids, more than any memory holds.
-_MOST_COUNTED = 1 << 40
+_MAX_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
-#: Tensors of :meth:`HotRows.sized_state` besides the counts.
+#: Tensors of :meth:`HotRowCache.sized_state` besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
-class HotRows(nn.Module):
+class HotRowCache(nn.Module):
     """A cache of rows of one table.
 
     A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
@@ -58,10 +58,10 @@ class HotRows(nn.Module):
                 f"the cache has {size} rows, but must have 1 to {shape.num_embeddings}, the rows "
                 "of the table."
             )
-        if not size <= counted_ids <= _MOST_COUNTED:
+        if not size <= counted_ids <= _MAX_COUNTED:
             raise ValueError(
                 f"frequencies are counted for {counted_ids} ids, but must be for at least as many "
-                f"as the cache has rows, {size}, and at most {_MOST_COUNTED}."
+                f"as the cache has rows, {size}, and at most {_MAX_COUNTED}."
             )
         self.shape, self.size, self.counted_ids, self.optimizer = (
             shape, size, counted_ids, optimizer
@@ -94,7 +94,7 @@ class HotRows(nn.Module):
         #: The ranks that hold replicas of this cache; None for no replicas.
         self.replicas: Replicas | None = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRowCache:
         return super()._apply(keeping_float32(fn), recurse)
 
     @property
@@ -104,7 +104,7 @@ class HotRows(nn.Module):
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Looks up ids: ``(places, found)``, int64 and bool ``[n]``. Places of ids that are not
         cached are undefined. Counted in the hit rate."""
-        places, found = self.look_up(ids)
+        places, found = self.find_uncounted(ids)
         self.tally[0] += ids.numel()
         hits = found.sum()
         self.tally[1] += hits
@@ -112,7 +112,7 @@ class HotRows(nn.Module):
             self.training_hits += hits
         return places, found
 
-    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def find_uncounted(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Like :meth:`find`, but does not count in the hit rate."""
         at = torch.searchsorted(self.ids, ids).clamp(max=self.size - 1)
         return at, self.ids[at] == ids
@@ -159,8 +159,8 @@ class HotRows(nn.Module):
         Args:
             cores: cores of the table; updated if rows leave.
         """
-        own, own_counts = self.frequencies()
-        counted, counts, total = self._of_all_ranks(own, own_counts)
+        rank_ids, rank_counts = self.frequencies()
+        counted, counts, total = self._of_all_ranks(rank_ids, rank_counts)
         # On a GPU, ids outside the table may have been counted.
         exists = (counted >= 0) & (counted < self.shape.num_embeddings)
         # Sorted, so that a loaded table gives bitwise the same results.
@@ -171,7 +171,7 @@ class HotRows(nn.Module):
         # Ties are broken by the smaller id, so that all runs select the same ids.
         order = torch.argsort(counts, descending=True, stable=True)
         chosen = counted[order[: self.size]].sort().values
-        places, stays = self.look_up(chosen)
+        places, stays = self.find_uncounted(chosen)
         leaves = ~torch.isin(self.ids, chosen) & (self.ids != _NO_ID)
         used = chosen.numel()
         rows, states = torch.zeros_like(self.rows), torch.zeros_like(self.states)
@@ -182,11 +182,19 @@ class HotRows(nn.Module):
         rows[:used][~stays] = rows_of(self.shape, cores, chosen[~stays]).to(rows.dtype)
         leaving, leaving_rows = self.ids[leaves], self.rows[leaves]
         if leaving.numel():
-            kept, kept_counts = self._kept(chosen, leaving, counted, counts, total)
+            written_ids, written_counts = self._write_back_ids(
+                chosen, leaving, counted, counts, total
+            )
             leaving_counts = self._counts_of(leaving, counted, counts)
             if self.replicas is None or self.replicas.is_first:
                 write_back(
-                    self.shape, cores, leaving, leaving_rows, leaving_counts, kept, kept_counts
+                    self.shape,
+                    cores,
+                    leaving,
+                    leaving_rows,
+                    leaving_counts,
+                    written_ids,
+                    written_counts,
                 )
         self.rows.data.copy_(rows)
         self.states.copy_(states)
@@ -198,7 +206,7 @@ class HotRows(nn.Module):
                 self.replicas.copy_first(tensor.data)
         self.generation += 1
         self.populates += 1
-        self._halve_counts(own, own_counts)
+        self._halve_counts(rank_ids, rank_counts)
 
     def frequencies(self) -> tuple[Tensor, Tensor]:
         """The counted ids and their counts, int64 on the rows' device."""
@@ -229,7 +237,7 @@ class HotRows(nn.Module):
         sums = torch.zeros_like(distinct).index_add_(0, of, all_counts)
         return distinct, sums, self.replicas.sum(self.total)
 
-    def _kept(
+    def _write_back_ids(
         self, chosen: Tensor, leaving: Tensor, counted: Tensor, counts: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Ids whose rows the cores compute, and their number of occurrences: all counted ids, and a
@@ -289,8 +297,8 @@ class HotRows(nn.Module):
         all_counts = torch.zeros(self.counted_ids, dtype=torch.int64, device=device)
         all_counted[: order.numel()] = counted[order]
         all_counts[: order.numel()] = counts[order]
-        kept = {name: getattr(self, name).detach().clone() for name in _SIZED}
-        return {**kept, "counted": all_counted, "counts": all_counts}
+        copies = {name: getattr(self, name).detach().clone() for name in _SIZED}
+        return {**copies, "counted": all_counted, "counts": all_counts}
 
     @torch.no_grad()
     def load_sized_state(self, state: Mapping[str, Tensor]) -> None:

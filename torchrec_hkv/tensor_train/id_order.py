@@ -42,7 +42,7 @@ class IdOrder:
                 f"rows must be a permutation of 0 to {rows.numel() - 1}, but some repeat or are "
                 "missing."
             )
-        self._map: _Table | _Listed = _Table(rows)
+        self._map: _PermutationTable | _ListedIds = _PermutationTable(rows)
 
     @classmethod
     def first(cls, ids: Tensor, num_ids: int) -> IdOrder:
@@ -75,7 +75,7 @@ class IdOrder:
             if twice := int((ids.diff() == 0).sum()):
                 raise ValueError(f"ids must be distinct, but {twice} occur again.")
         order = cls.__new__(cls)
-        order._map = _Listed(ids, num_ids)
+        order._map = _ListedIds(ids, num_ids)
         return order
 
     @classmethod
@@ -110,7 +110,7 @@ class IdOrder:
             _check_count("max_bytes", max_bytes)
         ids = torch.argsort(values, descending=True, stable=True)
         if max_bytes is not None:
-            return cls.first(ids[: _Listed.most(max_bytes, ids.numel())], ids.numel())
+            return cls.first(ids[: _ListedIds.max_listed(max_bytes, ids.numel())], ids.numel())
         rows = torch.empty_like(ids)
         rows[ids] = torch.arange(ids.numel(), device=ids.device)
         return cls(rows)
@@ -144,12 +144,12 @@ class IdOrder:
         Raises:
             ValueError: an id is out of range (on a CPU).
         """
-        self._refuse_outside(ids, "id")
+        self._check_range(ids, "id")
         return self._map.rows_of(ids)
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """The ids of rows: the inverse of :meth:`rows_of`."""
-        self._refuse_outside(rows, "row")
+        self._check_range(rows, "row")
         return self._map.ids_of(rows)
 
     def reordered(self, table: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class IdOrder:
     def _all(self) -> Tensor:
         return torch.arange(len(self), device=self._map.parts[0].device)
 
-    def _refuse_outside(self, indices: Tensor, what: str) -> None:
+    def _check_range(self, indices: Tensor, what: str) -> None:
         if indices.device.type == "cpu" and indices.numel():
             outside = (indices < 0) | (indices >= len(self))
             if outside.any():
@@ -170,7 +170,7 @@ class IdOrder:
                 )
 
 
-class _Table:
+class _PermutationTable:
     """A permutation as a table."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -184,7 +184,7 @@ class _Table:
         return self.parts[0].argsort()[rows]
 
 
-class _Listed:
+class _ListedIds:
     """An order that stores only the first ids: their low bits, ascending, and the beginning of each
     block of ids with the same high bits."""
 
@@ -202,7 +202,7 @@ class _Listed:
         return (num_ids + (1 << cls.BITS) - 1) >> cls.BITS
 
     @classmethod
-    def most(cls, max_bytes: int, num_ids: int) -> int:
+    def max_listed(cls, max_bytes: int, num_ids: int) -> int:
         """Largest number of ids that can be stored in this many bytes."""
         starts = cls._blocks(num_ids) + 1
         fits = (
@@ -245,9 +245,9 @@ class _Listed:
         return begin, (begin < stop) & (low[at] == wanted)
 
 
-def _smallest_type(most: int) -> torch.dtype:
-    """The smallest dtype for numbers from 0 to ``most``."""
-    return next(of for of in _TYPES if most <= torch.iinfo(of).max)
+def _smallest_type(maximum: int) -> torch.dtype:
+    """The smallest dtype for numbers from 0 to ``maximum``."""
+    return next(of for of in _TYPES if maximum <= torch.iinfo(of).max)
 
 
 def _check_count(name: str, value: int) -> None:

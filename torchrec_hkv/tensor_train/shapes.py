@@ -55,10 +55,12 @@ class TTShape:
                 f"ranks are {list(self.ranks)}, but {self.num_cores} cores need "
                 f"{self.num_cores - 1} of them."
             )
-        for k, (rank, most) in enumerate(zip(self.ranks, max_ranks(self.p, self.q), strict=True)):
-            if rank > most:
+        for k, (rank, maximum) in enumerate(
+            zip(self.ranks, max_ranks(self.p, self.q), strict=True)
+        ):
+            if rank > maximum:
                 raise ValueError(
-                    f"ranks are {list(self.ranks)}, but rank {k + 1} can be at most {most} with "
+                    f"ranks are {list(self.ranks)}, but rank {k + 1} can be at most {maximum} with "
                     f"p {list(self.p)} and q {list(self.q)}: a larger one adds nothing."
                 )
 
@@ -200,14 +202,14 @@ def make_shape(
     _check_dim_factors(q, embedding_dim, len(p))
     if ranks is not None:
         if not is_sequence(ranks):
-            ranks = [min(ranks, most) for most in max_ranks(p, q)]
+            ranks = [min(ranks, maximum) for maximum in max_ranks(p, q)]
         return TTShape(num_embeddings, embedding_dim, p, q, tuple(ranks))
     if compression_ratio is not None:
-        most, what = int(num_embeddings * embedding_dim / compression_ratio), "compression_ratio"
+        maximum, what = int(num_embeddings * embedding_dim / compression_ratio), "compression_ratio"
     else:
         check_positive("element_size", [element_size])
-        most, what = max_bytes // element_size, "max_bytes"
-    return _largest_within(num_embeddings, embedding_dim, p, q, most, what, given[what])
+        maximum, what = max_bytes // element_size, "max_bytes"
+    return _largest_within(num_embeddings, embedding_dim, p, q, maximum, what, given[what])
 
 
 def _largest_within(
@@ -215,27 +217,28 @@ def _largest_within(
     embedding_dim: int,
     p: tuple[int, ...],
     q: tuple[int, ...],
-    most: int,
+    maximum: int,
     what: str,
     value: object,
 ) -> TTShape:
-    """The shape with the largest equal ranks whose cores have at most ``most`` elements."""
+    """The shape with the largest equal ranks whose cores have at most ``maximum`` elements."""
     limits = max_ranks(p, q)
 
     def shape(rank: int) -> TTShape:
         ranks = tuple(min(rank, limit) for limit in limits)
         return TTShape(num_embeddings, embedding_dim, p, q, ranks)
 
-    least = shape(1)
-    if least.num_elements > most:
+    minimum = shape(1)
+    if minimum.num_elements > maximum:
         raise ValueError(
             f"{what} is {value!r}, but the cores of p {list(p)} and q {list(q)} have at least "
-            f"{least.num_elements} elements, a ratio of {least.compression_ratio:.4g}, at rank 1."
+            f"{minimum.num_elements} elements, a ratio of {minimum.compression_ratio:.4g}, at rank "
+            "1."
         )
     low, high = 1, max(limits)
     while low < high:
         middle = (low + high + 1) // 2
-        if shape(middle).num_elements <= most:
+        if shape(middle).num_elements <= maximum:
             low = middle
         else:
             high = middle - 1

@@ -39,8 +39,8 @@ def refuse_ids_outside(
         return
     limits = torch.tensor([rows[table] for table in feature_tables], device=ids.device)
     ends = offsets[::batch_size]
-    own = limits.repeat_interleave(ends.diff(), output_size=ids.numel())
-    outside = (ids < 0) | (ids >= own)
+    id_limits = limits.repeat_interleave(ends.diff(), output_size=ids.numel())
+    outside = (ids < 0) | (ids >= id_limits)
     if not bool(outside.any()):
         return
     at = int(outside.nonzero()[0])

@@ -18,8 +18,8 @@ def write_back(
     ids: Tensor,
     rows: Tensor,
     counts: Tensor,
-    kept_ids: Tensor,
-    kept_counts: Tensor,
+    other_ids: Tensor,
+    other_counts: Tensor,
     iterations: int = 30,
 ) -> None:
     """Changes the cores so that some ids get the given rows and others keep theirs.
@@ -34,17 +34,17 @@ def write_back(
         ids: int64 ``[n]``, unique.
         rows: float32 ``[n, embedding_dim]``, the wanted rows.
         counts: ``[n]``, weight of each id.
-        kept_ids: int64 ``[m]``, unique and not in ``ids``: ids whose rows should not change.
-        kept_counts: ``[m]``, weight of each of these ids.
+        other_ids: int64 ``[m]``, unique and not in ``ids``: ids whose rows should not change.
+        other_counts: ``[m]``, weight of each of these ids.
         iterations: maximal number of iterations; each takes a few lookups and backwards of all
             these ids.
     """
     if ids.numel() == 0:
         return
     with torch.no_grad():
-        everything = torch.cat([ids, kept_ids])
-        wanted = torch.cat([rows, rows_of(shape, cores, kept_ids)])
-        weights = torch.cat([counts.float(), kept_counts.float()]).to(wanted.device)[:, None]
+        everything = torch.cat([ids, other_ids])
+        wanted = torch.cat([rows, rows_of(shape, cores, other_ids)])
+        weights = torch.cat([counts.float(), other_counts.float()]).to(wanted.device)[:, None]
         weights = weights / weights.mean().clamp(min=1e-30)
     group = TTGroup([shape])
     offsets = torch.tensor([0, everything.numel()], device=everything.device)

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.shards import table_shard
 from torchrec_hkv import HKVOptions
-from torchrec_hkv.backends.hkv.counts import MOST_SHARDS, CountsLoad, counts_spec
+from torchrec_hkv.backends.hkv.counts import MAX_SHARDS, CountsLoad, counts_spec
 from torchrec_hkv.hash_table import MinFrequency, Probability, RowWiseAdagrad, TableGroup, TableSpec
 from torchrec_hkv.hash_table.admission import admission_bytes
 from torchrec_hkv.sharding.tables import balanced_rows
@@ -35,11 +35,11 @@ def sizes(rows, world_size, admission):
 @pytest.mark.parametrize("admission", [CELLS, *SKETCHES])
 def test_every_number_of_ranks_has_the_same_bytes(rows, admission):
     room = admission_bytes(admission)
-    for world_size in range(1, MOST_SHARDS + 1):
+    for world_size in range(1, MAX_SHARDS + 1):
         found = sizes(rows, world_size, admission)
-        assert sum(found) == MOST_SHARDS * room
+        assert sum(found) == MAX_SHARDS * room
         assert all(size >= room and size % room == 0 for size in found)
-    assert sum(sizes(rows, 16, admission)) == MOST_SHARDS * room
+    assert sum(sizes(rows, 16, admission)) == MAX_SHARDS * room
 
 
 @pytest.mark.parametrize("admission", [None, Probability(0.5)])

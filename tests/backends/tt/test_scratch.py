@@ -19,7 +19,7 @@ from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.backends.tt.cost import tt_scratch
 from torchrec_hkv.backends.workload import Workload
 from torchrec_hkv.compat import stock_table_bytes
-from torchrec_hkv.planner.options import is_ours, shards_of
+from torchrec_hkv.planner.options import is_backend_option, shards_of
 from torchrec_hkv.sharding.modules.sharders import get_default_sharders
 from torchrec_hkv.tensor_train import TTGroup, TTShape, make_shape
 
@@ -50,8 +50,8 @@ def test_the_planner_counts_it(planned_for, sharding_type, stock):
     )
     model = make_model([table], torch.optim.SGD, {"lr": 0.1})
     options = planner._enumerator.enumerate(model, get_default_sharders())
-    (ours,) = [option for option in options if is_ours(option)]
-    (theirs,) = [option for option in options if not is_ours(option)]
+    (ours,) = [option for option in options if is_backend_option(option)]
+    (theirs,) = [option for option in options if not is_backend_option(option)]
     # A data-parallel table gets its own rank's ids, other tables those of both ranks.
     replicated = sharding_type == "data_parallel"
     ids = batch * length * (1 if replicated else 2)

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support.converted import converted, entries_of
+from tests.support.conversions import converted, entries_of
 
 N, DIM, START = 200, 4, 0.25
 NAME = "sparse.ebc.embedding_bags.user"

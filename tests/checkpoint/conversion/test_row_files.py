@@ -7,9 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.converted import converted, entries_of
+from tests.support.conversions import converted, entries_of
 from torchrec_hkv import HashTable
-from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 
 NAME = "ebc.embedding_bags.user"
 N, DIM = 150, 3
@@ -67,7 +67,7 @@ def test_back_to_a_file(tmp_path, dtype):
     path = _write("safetensors", columns, tmp_path / "user")
     converted(path, tmp_path / "hkv", tables=[NAME])
     back = tmp_path / "back.safetensors"
-    convert(tmp_path / "hkv", back, Options())
+    convert(tmp_path / "hkv", back, ConversionOptions())
     found, order = safetensors.torch.load_file(back), columns["id"].argsort()
     mine = found["id"].argsort()
     for name in ("id", "row", "score", "last_step"):
@@ -81,7 +81,7 @@ def test_a_table_loads_it(tmp_path):
     columns = _columns()
     del columns["state"]
     path = _write("safetensors", columns, tmp_path / "user")
-    convert(path, tmp_path / "hkv", Options(tables=[NAME], eviction="lru"))
+    convert(path, tmp_path / "hkv", ConversionOptions(tables=[NAME], eviction="lru"))
     (folder,) = (tmp_path / "hkv" / "tables").glob("*/00000")
     table = HashTable.from_file(folder)
     rows, there = table.find(columns["id"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.support.checkpointed import features, make_tables
-from tests.support.converted import converted, entries_of
+from tests.support.checkpoint_models import features, make_tables
+from tests.support.conversions import converted, entries_of
 from torchrec_hkv import checkpoint
-from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 
 KINDS = {"lru": "fused", "lfu": "fused"}
 NAME = "ebc.embedding_bags.lru"
@@ -80,7 +80,7 @@ def test_back_to_stock(run_ranks, tmp_path, nested):
     (weight, sums, _), _ = run_ranks(2, _save, tmp_path / "stock", nested)
     converted(tmp_path / "stock", tmp_path / "hkv", tables=["lru"])
     key = {} if nested else {"model_key": ""}
-    convert(tmp_path / "hkv", tmp_path / "back", Options(batch_bytes=8 << 10, **key))
+    convert(tmp_path / "hkv", tmp_path / "back", ConversionOptions(batch_bytes=8 << 10, **key))
     results = run_ranks(2, _load_stock, tmp_path / "back", nested)
     assert results[0][0].equal(weight)
     if nested:

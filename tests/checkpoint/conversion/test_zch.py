@@ -13,7 +13,7 @@ from torchrec.modules import mc_modules
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
-from tests.support.converted import converted, entries_of
+from tests.support.conversions import converted, entries_of
 
 ROWS, DIM = 64, 4
 CPU = torch.device("cpu")

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from tests.support.checkpointed import (
+from tests.support.checkpoint_models import (
     assert_same,
     evaluate,
     features,
-    held,
     joined,
     make_tables,
+    model_contents,
     train,
 )
 from torchrec_hkv import checkpoint
@@ -31,7 +31,7 @@ def _options(name):
 
 
 def _state(model, optimizer):
-    return checkpoint.digest(model), held(model, optimizer)
+    return checkpoint.digest(model), model_contents(model, optimizer)
 
 
 def _write(rank, world_size, device, folder, sharding_type, optimizer, options):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.checkpointed import held, joined, make_tables, train
+from tests.support.checkpoint_models import joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table.files.zstd_files import ZstdFile, compress
 
@@ -27,14 +27,14 @@ def _write(rank, world_size, device, folder):
     for write in range(3):
         train(model, rank, device, range(2 * write, 2 * write + 2))
         writer.write()
-        states.append(held(model, "adam"))
+        states.append(model_contents(model, "adam"))
     return states
 
 
 def _load(rank, world_size, device, path):
     model = make_tables(world_size, device, "row_wise", expire_after=3)
     checkpoint.load(path, model)
-    return held(model, "adam")
+    return model_contents(model, "adam")
 
 
 def test_what_comes_back(run_ranks, tmp_path, zstandard):

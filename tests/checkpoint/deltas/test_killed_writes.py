@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +21,7 @@ import gc, os, random, signal, sys, threading, traceback
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from tests.support.checkpointed import evaluate, held, make_tables, train
+from tests.support.checkpoint_models import evaluate, held, make_tables, train
 from torchrec_hkv import checkpoint
 
 torch.set_num_threads(1)

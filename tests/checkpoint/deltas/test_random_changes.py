@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from tests.support.changing_tables import Changing, Held, Written, held
+from tests.support.changing_tables import Changing, TableContents, Written, table_contents
 from torchrec_hkv.hash_table import files
-from torchrec_hkv.hash_table.files.changes import read_left
+from torchrec_hkv.hash_table.files.changes import read_removed_ids
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.merge import merge_layers
 from torchrec_hkv.hash_table.files.parts_load import PartsLoad
@@ -33,17 +33,19 @@ def _ids_of(part: SavedPart) -> list[int]:
     return ids
 
 
-def _load(changing: Changing, table: int, part: SavedPart, owners: tuple[int, int]) -> Held:
+def _load(
+    changing: Changing, table: int, part: SavedPart, owners: tuple[int, int]
+) -> TableContents:
     group = changing.make()
     load = PartsLoad(group, table, table, [part], owners, batch_bytes=4096, allow_loss=True)
     load.check()
     with group.alone():
         group.set_clock(load.clock)
         load.run()
-    return held(group, table)
+    return table_contents(group, table)
 
 
-def _without_slots(entries: Held) -> dict[int, tuple]:
+def _without_slots(entries: TableContents) -> dict[int, tuple]:
     return {id_: entry[1:] for id_, entry in entries.items()}
 
 
@@ -71,7 +73,7 @@ def _check_write(changing: Changing, written: Written, last: int, folder) -> Non
     verify(folder, merged, 4096)
     group = changing.make()
     files.load(group, written.table, folder)
-    assert held(group, written.table) == now
+    assert table_contents(group, written.table) == now
     assert group.clock == merged.clock
 
 
@@ -88,7 +90,7 @@ def _check_delta(written: Written, last: int, since: int) -> None:
         assert before.get(id_) != now[id_] or now[id_][1] >= since, id_
     left = {
         slot: id_
-        for slots, ids in read_left(folder, manifest.changes, 7)
+        for slots, ids in read_removed_ids(folder, manifest.changes, 7)
         for slot, id_ in zip(slots.tolist(), ids.tolist(), strict=True)
     }
     were = {entry[0]: id_ for id_, entry in before.items()}

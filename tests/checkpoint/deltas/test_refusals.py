@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpointed import held, make_tables, train
+from tests.support.checkpoint_models import make_tables, model_contents, train
 from tests.support.damage import cut
 from torchrec_hkv import checkpoint
 from torchrec_hkv.hash_table import MinFrequency
@@ -31,11 +31,11 @@ def _refusal(rank, world_size, device, path):
     """The error message of a load, or None if it succeeds."""
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(50, 51))
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     try:
         checkpoint.load(path, model)
     except ValueError as error:
-        assert held(model, "adam") == before
+        assert model_contents(model, "adam") == before
         return str(error)
     return None
 
@@ -178,7 +178,7 @@ def _damage_all(rank, world_size, device, chain):
     """Damages the files one by one, each in one of three ways."""
     model = make_tables(world_size, device, "row_wise", admission=ADMISSION)
     train(model, rank, device, range(50, 51))
-    before = held(model, "adam")
+    before = model_contents(model, "adam")
     choice = random.Random(3)
     messages = []
     for path in sorted(p for p in Path(chain).rglob("*") if p.is_file()):
@@ -203,7 +203,7 @@ def _damage_all(rank, world_size, device, chain):
         path.write_bytes(good)
         if error is None:
             return messages  # the model changed
-        assert held(model, "adam") == before
+        assert model_contents(model, "adam") == before
     checkpoint.load(chain, model)
     return messages
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from tests.support.checkpointed import held, joined, make_tables, train
+from tests.support.checkpoint_models import joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 
 
@@ -17,7 +17,9 @@ def _steps(model, rank, device, writer, steps):
     written = []
     for step in steps:
         train(model, rank, device, range(2 * step, 2 * step + 2))
-        written.append((writer.write().name, checkpoint.digest(model), held(model, "adam")))
+        written.append(
+            (writer.write().name, checkpoint.digest(model), model_contents(model, "adam"))
+        )
     return written
 
 
@@ -33,14 +35,14 @@ def _go_on(rank, world_size, device, folder, options, steps):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for states that are reset
         assert writer.resume() == 0
-    state = checkpoint.digest(model), held(model, "adam")
+    state = checkpoint.digest(model), model_contents(model, "adam")
     return state, _steps(model, rank, device, writer, steps)
 
 
 def _load(rank, world_size, device, path):
     model = make_tables(world_size, device, "row_wise", expire_after=3)
     checkpoint.load(path, model, model.fused_optimizer)
-    return checkpoint.digest(model), held(model, "adam")
+    return checkpoint.digest(model), model_contents(model, "adam")
 
 
 def _check(run_ranks, folder, written, world_sizes=(1, 2)):

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from tests.support.checkpointed import assert_same, held, make_tables, train
+from tests.support.checkpoint_models import assert_same, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 
@@ -174,7 +174,11 @@ def _name(folder, number):
 def _compacted(rank, world_size, device, folder):
     model = make_tables(world_size, device, "row_wise")
     checkpoint.load(folder, model, model.fused_optimizer)
-    return checkpoint.digest(model), held(model, "adam"), train(model, rank, device, range(3))
+    return (
+        checkpoint.digest(model),
+        model_contents(model, "adam"),
+        train(model, rank, device, range(3)),
+    )
 
 
 @pytest.mark.slow

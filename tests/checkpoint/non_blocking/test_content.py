@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpointed import evaluate, held, joined, make_tables, train
+from tests.support.checkpoint_models import evaluate, joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends.saved import FileOptions
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
@@ -17,7 +17,7 @@ from torchrec_hkv.write_behind import SaveHandle
 
 
 def _state(model, device):
-    return held(model, "adam"), checkpoint.digest(model), evaluate(model, device).tolist()
+    return model_contents(model, "adam"), checkpoint.digest(model), evaluate(model, device).tolist()
 
 
 def _train_meanwhile(rank, world_size, device, folder, sharding_type):

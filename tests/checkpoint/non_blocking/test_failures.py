@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.support.checkpointed import make_tables, train
+from tests.support.checkpoint_models import make_tables, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.collective import on_every_rank
 

@@ -122,7 +122,7 @@ def test_batches_of_any_length(tmp_path, dtype, dim, state_dim):
                 to.copy_(entries[name][first : first + size])
             writer.write(size)
             first += size
-        assert writer.room == 0
+        assert writer.remaining_entries == 0
         shard = writer.finish()
     assert path.stat().st_size == shard.bytes
     for longest in (1_777, n):
@@ -160,7 +160,7 @@ def test_the_number_of_shards_is_bounded(size, threads, shards):
     table."""
     entry = 100
     counts = torch.full((1 << 16,), size // entry >> 16) + (torch.arange(1 << 16) % 3)
-    most = files.default_shard_bytes(int(counts.sum()) * entry, threads)
-    plan = plan_shards(counts, most // entry)
+    maximum = files.default_shard_bytes(int(counts.sum()) * entry, threads)
+    plan = plan_shards(counts, maximum // entry)
     assert shards <= len(plan) <= shards + 1
     assert sum(entries for _, _, entries in plan) == counts.sum()

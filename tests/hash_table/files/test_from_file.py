@@ -49,8 +49,8 @@ def test_of_another_capacity(device_type, tmp_path):
 def test_on_another_device(tmp_path, room):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    least = table_memory(2000, 4, 2, "lfu").least_hbm_bytes
-    hbm_bytes = None if room is None else least + room
+    minimum = table_memory(2000, 4, 2, "lfu").least_hbm_bytes
+    hbm_bytes = None if room is None else minimum + room
     table = filled("cpu", 3000, 2000, eviction="lfu", state_dim=2)
     table.save(tmp_path / "cpu")
     on_gpu = HashTable.from_file(tmp_path / "cpu", device="cuda", hbm_bytes=hbm_bytes)

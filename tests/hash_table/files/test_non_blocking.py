@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tests.support.forked import run_python
+from tests.support.processes import run_python
 from tests.support.saved_tables import entries, filled, like
 from tests.support.tables import distinct_ids, random_rows
 from torchrec_hkv.hash_table import HashTable, files

@@ -73,13 +73,13 @@ def test_sizes_that_make_no_sense(tmp_path, bytes_):
 def test_ranges_of_owner_buckets():
     """plan_shards keeps its documented promises."""
     generator = torch.Generator().manual_seed(1)
-    for most in (1, 3, 10, 1000):
+    for maximum in (1, 3, 10, 1000):
         counts = torch.randint(0, 6, (200,), generator=generator)
         counts[50:60] = 0
         counts[70] = 25
-        plan = plan_shards(counts, most)
+        plan = plan_shards(counts, maximum)
         assert sum(entries for _, _, entries in plan) == int(counts.sum())
-        assert all(1 <= entries <= most for _, _, entries in plan)
+        assert all(1 <= entries <= maximum for _, _, entries in plan)
         for begin, end in {(begin, end) for begin, end, _ in plan}:
             held = sum(entries for first, _, entries in plan if first == begin)
             assert held == int(counts[begin:end].sum())

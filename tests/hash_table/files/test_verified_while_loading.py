@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from tests.support.rewritten import rewrite
+from tests.support.rewritten_tables import rewrite
 from tests.support.saved_tables import buckets_of, entries, filled, like, shard_files
 from torchrec_hkv.hash_table.files import save
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest

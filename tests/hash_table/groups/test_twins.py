@@ -33,9 +33,9 @@ class Twins:
             for spec in specs
         ]
 
-    def batch(self, least: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def batch(self, minimum: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Ids with repetitions; every third table gets none."""
-        lengths = [0 if t % 3 == 2 else least + (37 * t) % 90 for t in range(len(self.tables))]
+        lengths = [0 if t % 3 == 2 else minimum + (37 * t) % 90 for t in range(len(self.tables))]
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         ids = random_ids(200)[torch.randint(200, (int(offsets[-1]),))]
         return ids.to(self.device), offsets.to(self.device), 1
@@ -74,7 +74,7 @@ class Twins:
 @pytest.fixture(params=NUMBERS)
 def twins(request, device_type):
     twins = Twins(request.param, device_type)
-    batch = twins.batch(least=50)
+    batch = twins.batch(minimum=50)
     rows = twins.rows(batch)
     twins.group.insert_or_assign(*batch, twins.group.join_rows(rows))
     for table, ids, its in zip(twins.tables, twins.parts(batch), rows, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.growing import slots_needed
+from tests.support.growing_tables import slots_needed
 from tests.support.tables import contents, distinct_ids, make, random_rows
 
 
@@ -17,14 +17,14 @@ def test_stream(device_type, capacity, initial, dim):
     assert slots == slots_needed(capacity, initial, 0)
     pool = distinct_ids(int(0.95 * capacity), "cpu")
     known: dict[int, tuple[float, ...]] = {}
-    most = 0
+    maximum = 0
     for start in range(0, len(pool), 150):
         ids = torch.cat([pool[start : start + 150], pool[torch.randint(0, start + 1, (50,))]])
         ids = ids.unique()
         rows = random_rows(table, len(ids))
         assert table.insert_or_assign(ids.to(device_type), rows).all()
         known.update(zip(ids.tolist(), map(tuple, rows.tolist()), strict=True))
-        most = max(most, len(known))
+        maximum = max(maximum, len(known))
         gone = ids[torch.randperm(len(ids))[:20]]
         table.erase(gone.to(device_type))
         for id_ in gone.tolist():
@@ -35,7 +35,7 @@ def test_stream(device_type, capacity, initial, dim):
         for id_, row, hit in zip(asked.tolist(), found_rows.tolist(), found.tolist(), strict=True):
             assert not hit or tuple(row) == known[id_]
         # It grows only when necessary.
-        assert table.num_slots <= slots_needed(capacity, initial, most)
+        assert table.num_slots <= slots_needed(capacity, initial, maximum)
         assert table.num_slots >= slots_needed(capacity, initial, len(known))
     assert {id_: row for id_, (row, _, _) in contents(table).items()} == known
     assert table.num_slots > slots or slots == table.capacity

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, find, insert, lookup, random_ids, rows_by_id
-from tests.support.growing import slots_needed
+from tests.support.growing_tables import slots_needed
 from torchrec_hkv.hash_table import SGD, Optimizer, RowWiseAdagrad, TableGroup, TableSpec, Uniform
 
 CAPACITIES = (2000, 900, 3000)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.support.growing import slots_needed
+from tests.support.growing_tables import slots_needed
 from tests.support.saved_tables import entries
 from tests.support.tables import distinct_ids, expected_initial_rows, make
 

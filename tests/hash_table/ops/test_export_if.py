@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.observed import joined
+from tests.support.table_observation import joined
 from tests.support.tables import contents, distinct_ids, make, random_rows, scores_tensor
 
 SCORES = [-(2**63), 1 - 2**63, -(2**32), -1, 0, 1, 7, 2**32 - 1, 2**63 - 2, 2**63 - 1]

@@ -44,9 +44,9 @@ def test_customized_scores_are_signed(device_type):
 def test_the_highest_score_is_no_special_value(device_type):
     table = make(device_type, 64, eviction="customized")
     ids = distinct_ids(128, device_type)
-    most = scores_tensor([2**63 - 1] * 64, device_type)
-    table.find_or_insert(ids[:64], most)
-    slots, _ = table.find_or_insert_slots(ids[64:], most)  # equal scores: the new id is inserted
+    maximum = scores_tensor([2**63 - 1] * 64, device_type)
+    table.find_or_insert(ids[:64], maximum)
+    slots, _ = table.find_or_insert_slots(ids[64:], maximum)  # equal scores: the new id is inserted
     assert (slots >= 0).all()
     assert contents(table).keys() == set(ids[64:].tolist())
 

@@ -182,21 +182,21 @@ def test_erase(device_type):
 
 
 @pytest.mark.parametrize(
-    ("policy", "most"), [("lfu", 2**63 - 1), ("epoch_lfu", 2**32 - 1)], ids=COUNTED
+    ("policy", "maximum"), [("lfu", 2**63 - 1), ("epoch_lfu", 2**32 - 1)], ids=COUNTED
 )
 @pytest.mark.parametrize("each", [1, 1000, 2**31 - 1, 2**40, 2**62], ids=lambda n: f"each {n}")
 @pytest.mark.parametrize("below", [0, 1, 4_000, 2**30])
-def test_counts_end_at_the_highest(device_type, policy, most, each, below):
+def test_counts_end_at_the_highest(device_type, policy, maximum, each, below):
     table = make(device_type, 2 * IDS, eviction=policy)
     ids = distinct_ids(IDS, device_type)
-    start = torch.full((IDS,), most - below, device=device_type)
+    start = torch.full((IDS,), maximum - below, device=device_type)
     table.find_or_insert(ids, start)
     numbers = hot_batch()
     given = None if each == 1 else torch.full((BATCH,), each, device=device_type)
     table.find_or_insert(ids[numbers.to(device_type)], given)
     counts = torch.bincount(numbers, minlength=IDS).tolist()
     held = scores_of(table)
-    expected = [min(most, most - below + count * each) for count in counts]
+    expected = [min(maximum, maximum - below + count * each) for count in counts]
     assert [held[id_] for id_ in ids.tolist()] == expected
 
 
@@ -232,7 +232,7 @@ class TestTime:
     20 times and more slower than with evenly spread ids."""
 
     pytestmark = NEEDS_GPU
-    MOST = 10.0
+    MAX = 10.0
 
     @staticmethod
     def _milliseconds(call) -> float:
@@ -258,4 +258,4 @@ class TestTime:
         hot = spread.where(torch.rand(n, device="cuda") >= 0.9, 7)
         call = HOT_CALLS[operation]
         slow = self._milliseconds(lambda: call(table, hot, rows))
-        assert slow < self.MOST * self._milliseconds(lambda: call(table, spread, rows))
+        assert slow < self.MAX * self._milliseconds(lambda: call(table, spread, rows))

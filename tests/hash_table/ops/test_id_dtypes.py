@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.observed import joined
+from tests.support.table_observation import joined
 from tests.support.tables import contents, make, random_rows
 from torchrec_hkv.hash_table import TableGroup, TableSpec, initial_rows
 
@@ -23,8 +23,8 @@ OTHERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.boo
 def values_of(dtype: torch.dtype) -> list[int]:
     """The extreme ids of a dtype, as int64."""
     info = torch.iinfo(dtype)
-    most = min(info.max, 2**63 - 1)
-    values = [0, 1, 5, most - 1, most, info.min]
+    maximum = min(info.max, 2**63 - 1)
+    values = [0, 1, 5, maximum - 1, maximum, info.min]
     if dtype == torch.uint64:
         values += [-1, -(2**63)]  # 2^64 - 1 and 2^63
     return sorted({*values})

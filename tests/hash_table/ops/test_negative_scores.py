@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.observed import joined
+from tests.support.table_observation import joined
 from tests.support.tables import contents, make, random_rows, scores_of
 from torchrec_hkv.hash_table import HashTable, TableGroup, TableSpec
 

@@ -90,15 +90,15 @@ def test_epoch_lfu_counts_stay_out_of_the_epoch(device_type):
     table = make(device_type, eviction="epoch_lfu")
     table.epoch = 3
     ids = distinct_ids(4, device_type)
-    most = 2**32 - 1
-    table.find_or_insert(ids, scores_tensor([most, most - 1, 2**32, 2**63 - 1], device_type))
-    assert scores(table, ids) == [3 << 32 | low for low in (most, most - 1, most, most)]
+    maximum = 2**32 - 1
+    table.find_or_insert(ids, scores_tensor([maximum, maximum - 1, 2**32, 2**63 - 1], device_type))
+    assert scores(table, ids) == [3 << 32 | low for low in (maximum, maximum - 1, maximum, maximum)]
     table.find_or_insert(ids)
-    assert scores(table, ids) == [3 << 32 | most] * 4
+    assert scores(table, ids) == [3 << 32 | maximum] * 4
     table.clear()
     table.find_or_insert(ids)
-    table.find_or_insert(ids, scores_tensor([most, 2**32, 2**33 + 5, 2**63 - 1], device_type))
-    assert scores(table, ids) == [3 << 32 | most] * 4
+    table.find_or_insert(ids, scores_tensor([maximum, 2**32, 2**33 + 5, 2**63 - 1], device_type))
+    assert scores(table, ids) == [3 << 32 | maximum] * 4
 
 
 def test_customized_is_as_given(device_type):

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 
 from tests.support.batches import INT64_MAX, INT64_MIN
 from tests.support.checked_table import CheckedTable
-from tests.support.observed import Row
 from tests.support.table_model import POLICIES, TAKES_SCORES
+from tests.support.table_observation import Row
 from torchrec_hkv.hash_table import (
     Admission,
     Constant,
@@ -203,10 +203,10 @@ class HashTableMachine(RuleBasedStateMachine):
     def draw_conditions(self, data: st.DataObject) -> dict[str, int | None]:
         """Bounds at and next to existing scores, and extreme ones."""
         signed = self.checked.table.eviction == "customized"
-        most = 2**63 - 1 if signed else 2**64 - 1
-        bounds = {0, 1, 2**32, 2**63 - 1, most, *([-1, -(2**63)] if signed else [2**63])}
+        maximum = 2**63 - 1 if signed else 2**64 - 1
+        bounds = {0, 1, 2**32, 2**63 - 1, maximum, *([-1, -(2**63)] if signed else [2**63])}
         for entry in self.checked.model.entries.values():
-            bounds |= {entry.score, min(entry.score + 1, most)}
+            bounds |= {entry.score, min(entry.score + 1, maximum)}
         bound = st.one_of(st.none(), st.sampled_from(sorted(bounds)))
         ages = st.one_of(st.none(), st.integers(0, 12))
         return {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_beside
+from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_with_reference
 from torchrec_hkv.hash_table import Adagrad
 
 
@@ -13,7 +13,9 @@ def test_equal_to_torch(device_type, dim, arguments):
     reference = DenseReference(
         lambda parameters: torch.optim.Adagrad(parameters, **arguments), ["sum"]
     )
-    trained = train_beside(Adagrad(**arguments), reference, device_type, dim, learning_rate=0.1)
+    trained = train_with_reference(
+        Adagrad(**arguments), reference, device_type, dim, learning_rate=0.1
+    )
     assert_equal_to(reference, trained)
 
 
@@ -29,7 +31,7 @@ def test_initial_accumulator(device_type):
         lambda p: torch.optim.Adagrad(p, eps=1e-6, initial_accumulator_value=0.3), ["sum"]
     )
     optimizer = Adagrad(1e-6, initial_accumulator=0.3)
-    trained = train_beside(optimizer, reference, device_type, 8, learning_rate=0.1)
+    trained = train_with_reference(optimizer, reference, device_type, 8, learning_rate=0.1)
     assert_equal_to(reference, trained)
 
 
@@ -44,4 +46,4 @@ class _Decoupled(DenseReference):
 def test_decoupled_weight_decay(device_type):
     reference = _Decoupled(lambda parameters: torch.optim.Adagrad(parameters, eps=1e-6), ["sum"])
     optimizer = Adagrad(1e-6, weight_decay=0.2, weight_decay_mode="decoupled")
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, 12))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, 12))

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from tests.support.row_training import DIMS, DenseReference, OneByOne, assert_equal_to, train_beside
+from tests.support.row_training import (
+    DIMS,
+    DenseReference,
+    RowByRowReference,
+    assert_equal_to,
+    train_with_reference,
+)
 from torchrec_hkv.hash_table import Adam
 
 STATES = ["exp_avg", "exp_avg_sq"]
@@ -23,16 +29,16 @@ def _reference(arguments):
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_equal_to_torch(device_type, dim, arguments):
     reference = _reference(arguments)
-    assert_equal_to(reference, train_beside(Adam(**arguments), reference, device_type, dim))
+    assert_equal_to(reference, train_with_reference(Adam(**arguments), reference, device_type, dim))
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_steps_by_row(device_type, dim, arguments):
     """Each row counts its own steps."""
-    reference = OneByOne(lambda: _reference(arguments))
+    reference = RowByRowReference(lambda: _reference(arguments))
     optimizer = Adam(**arguments, step_mode="row")
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, dim))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, dim))
 
 
 class _Sparse(DenseReference):
@@ -50,4 +56,4 @@ class _Sparse(DenseReference):
 
 def test_equal_to_sparse_adam(device_type):
     reference = _Sparse(torch.optim.SparseAdam, STATES)
-    assert_equal_to(reference, train_beside(Adam(), reference, device_type, 16))
+    assert_equal_to(reference, train_with_reference(Adam(), reference, device_type, 16))

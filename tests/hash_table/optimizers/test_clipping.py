@@ -8,7 +8,13 @@ from torch import nn
 
 from tests.support.batches import Bags, lookup, rows_by_id
 from tests.support.pairwise import pairwise
-from tests.support.row_training import DIMS, WIDTHS, DenseReference, assert_equal_to, train_beside
+from tests.support.row_training import (
+    DIMS,
+    WIDTHS,
+    DenseReference,
+    assert_equal_to,
+    train_with_reference,
+)
 from torchrec_hkv.hash_table import SGD, Adagrad, Adam, RowWiseAdagrad, TableGroup, TableSpec
 
 #: Each row that is summed has some values beyond this, and some that are not.
@@ -46,7 +52,7 @@ def test_by_value_and_norm(device_type, dim, bounds, kind):
     reference = DenseReference(lambda p: make(p, weight_decay=0.1, **arguments), names)
     optimizer = kind(weight_decay=0.1, clip_value=by_value, clip_norm=by_norm, **arguments)
     assert_equal_to(
-        reference, train_beside(optimizer, reference, device_type, dim, prepare=prepare)
+        reference, train_with_reference(optimizer, reference, device_type, dim, prepare=prepare)
     )
 
 

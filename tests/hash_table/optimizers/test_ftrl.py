@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, lookup, rows_by_id
-from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_beside
+from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_with_reference
 from torchrec_hkv.hash_table import FTRL, Constant, TableGroup, TableSpec
 
 
@@ -41,7 +41,7 @@ class _Reference:
 def test_equal_to_the_formula(device_type, dim, arguments):
     reference = _Reference(*arguments)
     optimizer = FTRL(*arguments)
-    trained = train_beside(optimizer, reference, device_type, dim, learning_rate=0.1)
+    trained = train_with_reference(optimizer, reference, device_type, dim, learning_rate=0.1)
     assert_equal_to(reference, trained)
     share_of_zeros = float((trained.rows == 0).double().mean())
     assert (share_of_zeros > 0.05) == (arguments[1] > 0)
@@ -51,7 +51,9 @@ def test_without_regularisation_it_is_adagrad(device_type):
     adagrad = DenseReference(
         lambda p: torch.optim.Adagrad(p, eps=0.0, initial_accumulator_value=0.1)
     )
-    trained = train_beside(FTRL(), adagrad, device_type, 8, learning_rate=0.1, rate_changes=False)
+    trained = train_with_reference(
+        FTRL(), adagrad, device_type, 8, learning_rate=0.1, rate_changes=False
+    )
     torch.testing.assert_close(trained.rows, adagrad.rows, rtol=1e-5, atol=1e-5)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.batches import Bags, lookup, rows_by_id
-from tests.support.row_training import DIMS, assert_equal_to, train_beside
+from tests.support.row_training import DIMS, assert_equal_to, train_with_reference
 from torchrec_hkv.hash_table import LAMB, Constant, TableGroup, TableSpec
 
 
@@ -43,7 +43,7 @@ class _Reference:
 def test_equal_to_the_formula(device_type, dim, step_mode, decay):
     reference = _Reference((0.9, 0.99), 1e-6, decay, step_mode)
     optimizer = LAMB((0.9, 0.99), 1e-6, decay, step_mode=step_mode)
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, dim))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, dim))
 
 
 def test_a_row_of_zeros_moves_and_a_zero_gradient_does_not_spoil_it(device_type):

@@ -14,7 +14,7 @@ from tests.support.row_training import (
     assert_equal_to,
     make_group,
     read_rows,
-    train_beside,
+    train_with_reference,
 )
 from torchrec_hkv.hash_table import RowWiseAdagrad
 from torchrec_hkv.tensor_train import TTGroup
@@ -49,7 +49,7 @@ class _Limited(DenseReference):
 def test_equal_to_torchrec_and_pytorch(device_type, dim, coupled):
     reference = _Limited(lambda p: Stock(p, eps=1e-3, weight_decay=coupled), ["sum"])
     optimizer = RowWiseAdagrad(eps=1e-3, weight_decay=coupled, max_norm=BOUND)
-    trained = train_beside(optimizer, reference, device_type, dim, learning_rate=0.1)
+    trained = train_with_reference(optimizer, reference, device_type, dim, learning_rate=0.1)
     # PyTorch adds 1e-7 to the norm before it divides.
     assert_equal_to(reference, trained)
     norms = trained.rows.norm(dim=1)
@@ -64,7 +64,7 @@ def test_shorter_rows_are_left_alone(device_type, dim):
         torch.manual_seed(3)
         reference = DenseReference(lambda p: Stock(p, eps=1e-3), ["sum"])
         optimizer = RowWiseAdagrad(eps=1e-3, max_norm=bound)
-        trained.append(train_beside(optimizer, reference, device_type, dim))
+        trained.append(train_with_reference(optimizer, reference, device_type, dim))
         assert_equal_to(reference, trained[-1])
     torch.testing.assert_close(trained[1].rows, trained[0].rows, rtol=1e-6, atol=1e-6)
 
@@ -78,7 +78,7 @@ def test_with_decoupled_decay_and_clipping(device_type):
         clip_value=0.5,
         max_norm=BOUND,
     )
-    trained = train_beside(
+    trained = train_with_reference(
         optimizer, reference, device_type, 12, prepare=lambda grads: grads.clamp(-0.5, 0.5)
     )
     assert_equal_to(reference, trained)

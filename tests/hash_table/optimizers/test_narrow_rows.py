@@ -14,8 +14,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 def assert_nearest(rows, before, exact, dtype):
     """16-bit rows round to the nearest value."""
-    least = (exact.to(dtype).double() - exact).abs()
-    assert ((rows - exact).abs() <= least + 1e-6 * (1 + exact.abs())).all()
+    minimum = (exact.to(dtype).double() - exact).abs()
+    assert ((rows - exact).abs() <= minimum + 1e-6 * (1 + exact.abs())).all()
 
 
 def assert_within_a_unit(rows, before, exact, dtype):

@@ -26,17 +26,17 @@ ODD_ANYWHERE = (0.0, INF, -INF, NAN, 2.0**-149, 2.0**-24, 2.0**-25, -(2.0**-56),
 def _rounded(value: float, draw: int, dtype: torch.dtype) -> float:
     if value != value:
         return value
-    bits, least, infinite = FORMATS[dtype]
+    bits, minimum, infinite = FORMATS[dtype]
     if abs(value) >= infinite:
         return math.copysign(INF, value)
     size = Fraction(abs(value))
-    exponent = max(least, math.frexp(value)[1] - 1)
+    exponent = max(minimum, math.frexp(value)[1] - 1)
     unit = Fraction(2) ** (exponent - bits)
     if dtype == torch.bfloat16:
         up = Fraction(draw, 2**16)
     else:
         up = Fraction(draw % 2**13, 2**13)
-        if size < Fraction(2) ** least:
+        if size < Fraction(2) ** minimum:
             size = Fraction(round(size * 2**37), 2**37)  # ties to even
     result = (size / unit + up) // 1 * unit
     result = INF if result >= infinite else float(result)

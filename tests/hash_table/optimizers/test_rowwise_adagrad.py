@@ -3,7 +3,7 @@
 import pytest
 from torchrec.optim import RowWiseAdagrad as Stock
 
-from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_beside
+from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_with_reference
 from torchrec_hkv.hash_table import RowWiseAdagrad
 
 
@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table import RowWiseAdagrad
 def test_equal_to_torchrec(device_type, dim, arguments):
     reference = DenseReference(lambda parameters: Stock(parameters, **arguments), ["sum"])
     optimizer = RowWiseAdagrad(**arguments)
-    trained = train_beside(optimizer, reference, device_type, dim, learning_rate=0.1)
+    trained = train_with_reference(optimizer, reference, device_type, dim, learning_rate=0.1)
     assert_equal_to(reference, trained)
 
 
@@ -27,7 +27,7 @@ class _Decoupled(DenseReference):
 def test_decoupled_weight_decay(device_type):
     reference = _Decoupled(lambda parameters: Stock(parameters, eps=1e-6), ["sum"])
     optimizer = RowWiseAdagrad(1e-6, weight_decay=0.2, weight_decay_mode="decoupled")
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, 12))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, 12))
 
 
 class _WithInitial(DenseReference):
@@ -42,4 +42,4 @@ def test_initial_accumulator(device_type):
         lambda parameters: Stock(parameters, eps=1e-6, initial_accumulator_value=0.3), ["sum"]
     )
     optimizer = RowWiseAdagrad(1e-6, initial_accumulator=0.3)
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, 12))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, 12))

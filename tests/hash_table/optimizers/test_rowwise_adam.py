@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.row_training import DIMS, assert_equal_to, train_beside
+from tests.support.row_training import DIMS, assert_equal_to, train_with_reference
 from torchrec_hkv.hash_table import RowWiseAdam
 
 
@@ -49,4 +49,4 @@ def test_equal_to_the_formula(device_type, dim, step_mode, mode):
     optimizer = RowWiseAdam(
         (0.9, 0.99), 1e-6, weight_decay=0.1, weight_decay_mode=mode, step_mode=step_mode
     )
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, dim))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, dim))

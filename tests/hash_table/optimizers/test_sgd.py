@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_beside
+from tests.support.row_training import DIMS, DenseReference, assert_equal_to, train_with_reference
 from torchrec_hkv.hash_table import SGD
 
 ARGUMENTS = [
@@ -22,7 +22,7 @@ def test_equal_to_torch(device_type, dim, arguments):
     reference = DenseReference(
         lambda parameters: torch.optim.SGD(parameters, **arguments), ["momentum_buffer"]
     )
-    assert_equal_to(reference, train_beside(SGD(**arguments), reference, device_type, dim))
+    assert_equal_to(reference, train_with_reference(SGD(**arguments), reference, device_type, dim))
 
 
 class _Decoupled(DenseReference):
@@ -39,4 +39,4 @@ def test_decoupled_weight_decay(device_type, momentum):
         lambda parameters: torch.optim.SGD(parameters, momentum=momentum), ["momentum_buffer"]
     )
     optimizer = SGD(momentum, weight_decay=0.1, weight_decay_mode="decoupled")
-    assert_equal_to(reference, train_beside(optimizer, reference, device_type, 12))
+    assert_equal_to(reference, train_with_reference(optimizer, reference, device_type, 12))

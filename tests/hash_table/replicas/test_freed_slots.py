@@ -47,10 +47,10 @@ def expire(group):
 def test_each_is_noticed(group, leave):
     changes = ReplicaChanges(group, 0, 1 << 20)
     lookup(group, IDS[:10])
-    assert sorted(changes.look().touched.tolist()) == list(range(10))
-    changes.synced()
+    assert sorted(changes.find_changes().touched.tolist()) == list(range(10))
+    changes.on_sync()
     gone = leave(group)
-    look = changes.look()
-    assert set(look.left.tolist()) == gone
-    changes.synced()
-    assert changes.look().left.tolist() == []
+    look = changes.find_changes()
+    assert set(look.removed.tolist()) == gone
+    changes.on_sync()
+    assert changes.find_changes().removed.tolist() == []

@@ -172,9 +172,11 @@ def test_schemas(table):
 def test_bad_input(table):
     group = table._group
     was = random_marks(table, 40)
-    most, dim = table.num_slots, group.tables[0].dim
-    with pytest.raises(ValueError, match=f"slots from {most - 39} to {most + 1} were asked for"):
-        ops.slot_changes(*place(table), most - 39, was, None, 0, False)
+    maximum, dim = table.num_slots, group.tables[0].dim
+    with pytest.raises(
+        ValueError, match=f"slots from {maximum - 39} to {maximum + 1} were asked for"
+    ):
+        ops.slot_changes(*place(table), maximum - 39, was, None, 0, False)
     with pytest.raises(TypeError, match="occupied must be of dtype Bool"):
         ops.slot_changes(*place(table), 0, was.long(), None, 0, False)
     with pytest.raises(ValueError, match="marked must have 40 elements, but has 39"):

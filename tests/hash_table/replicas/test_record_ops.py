@@ -190,9 +190,9 @@ def test_merged(typed_table, states, highest):
     at = slots[there]
     rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.int8: 0}
     dtype = group.tables[0].dtype
-    least = wanted.abs().max() / 250 if dtype == torch.int8 else 1e-6
+    minimum = wanted.abs().max() / 250 if dtype == torch.int8 else 1e-6
     rows = numbers(typed_table, at).double()
-    torch.testing.assert_close(rows, wanted[there, :dim], rtol=rounding[dtype], atol=least)
+    torch.testing.assert_close(rows, wanted[there, :dim], rtol=rounding[dtype], atol=minimum)
     own_states = after.states[at].double()
     expected = wanted[there, dim:] if states else before.states[at].double()
     torch.testing.assert_close(own_states, expected, rtol=1e-6, atol=1e-6)
@@ -233,10 +233,12 @@ def test_schemas(table):
 
 def test_bad_input(table):
     group = table._group
-    most, width = table.num_slots, group.tables[0].dim + 2
+    maximum, width = table.num_slots, group.tables[0].dim + 2
     ids, was = torch.zeros(40, dtype=torch.int64), marks(40)
-    with pytest.raises(ValueError, match=f"slots from {most - 39} to {most + 1} were asked for"):
-        ops.compare_slots(*place(table), most - 39, ids, was, None, 0, False, True)
+    with pytest.raises(
+        ValueError, match=f"slots from {maximum - 39} to {maximum + 1} were asked for"
+    ):
+        ops.compare_slots(*place(table), maximum - 39, ids, was, None, 0, False, True)
     with pytest.raises(ValueError, match="ids must have 40 elements, but has 39"):
         ops.compare_slots(*place(table), 0, ids[1:], was, None, 0, False, True)
     slots = group.select_slots(0)[:9].clone()
@@ -255,6 +257,6 @@ def test_bad_input(table):
     args = (ids, marks(9), 0, 9, message, message.clone(), BEGIN, scores, True)
     with pytest.raises(ValueError, match=f"highest_column is {width}, but must be -1 or one of"):
         ops.merge_records(*place(table), slots, *args, width)
-    slots[3] = most
-    with pytest.raises(ValueError, match=f"slots has {most}, but the table has {most}"):
+    slots[3] = maximum
+    with pytest.raises(ValueError, match=f"slots has {maximum}, but the table has {maximum}"):
         ops.merge_records(*place(table), slots, *args, -1)

@@ -72,10 +72,10 @@ def _by_id(state) -> dict[int, bytes]:
 
 def _check(policy, optimizer, dtype) -> None:
     pairs = [_Pair(policy, optimizer, dtype, swaps, "cpu") for swaps in (False, True)]
-    most = (30, 400, 900, 150)  # distinct ids; tables have room for all of them
+    maximum = (30, 400, 900, 150)  # distinct ids; tables have room for all of them
     for round_ in range(3):
         for replica in (0, 1, 1):
-            ids = [torch.randint(n, (int(torch.randint(2 * n, ())),)) for n in most]
+            ids = [torch.randint(n, (int(torch.randint(2 * n, ())),)) for n in maximum]
             scale = float(torch.rand(()))
             for pair in pairs:
                 pair.train(replica, ids, scale)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.support.observed import joined
+from tests.support.table_observation import joined
 from tests.support.tables import contents, make
 
 THREADS, ROUNDS = 4, 60

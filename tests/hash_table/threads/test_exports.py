@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.observed import joined
+from tests.support.table_observation import joined
 from tests.support.tables import make, random_rows
 
 

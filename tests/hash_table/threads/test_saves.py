@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from tests.support.observed import joined
-from tests.support.versioned import changing, make_versioned, version_of
+from tests.support.table_observation import joined
+from tests.support.versioned_tables import changing, make_versioned, version_of
 from torchrec_hkv.hash_table import HashTable
 from torchrec_hkv.hash_table.files.digest import table_digest
 

@@ -9,8 +9,8 @@ from tests.support.models import make_model, shard_model
 from tests.support.two_dimensional import (
     configs,
     constraints,
-    held,
     make_collection,
+    model_contents,
     random_batch,
 )
 
@@ -40,7 +40,7 @@ def _train(rank, world_size, device, group_size, sharding_type, inter_host):
             (model(random_batch(rank, step).to(device)).square().mean()).backward()
         groups.sync()
     torch.testing.assert_close(evaluated(groups, device), evaluated(one, device), rtol=0, atol=1e-6)
-    return held(groups)
+    return model_contents(groups)
 
 
 def _copy_stock(one, groups):

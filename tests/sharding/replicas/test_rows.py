@@ -6,7 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.two_dimensional import configs, constraints, held, make_collection, random_batch
+from tests.support.two_dimensional import (
+    configs,
+    constraints,
+    make_collection,
+    model_contents,
+    random_batch,
+)
 from torchrec_hkv import checkpoint
 
 
@@ -26,7 +32,7 @@ def _rows(rank, world_size, device):
     model.sync()
     with pytest.raises(ValueError, match=r"'ebc\.embedding_bags\.stock' is a stock table of a DMP"):
         next(checkpoint.export_rows(model, "stock"))
-    return before, after, held(model)
+    return before, after, model_contents(model)
 
 
 def _exported(model):

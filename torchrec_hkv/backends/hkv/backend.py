@@ -22,7 +22,7 @@ from torchrec_hkv.backends.hkv.table import (
     options_of,
     state_of,
 )
-from torchrec_hkv.backends.hkv.variants import fewer_rows, kept_of, tiers
+from torchrec_hkv.backends.hkv.variants import fewer_rows, kept_quality, tiers
 from torchrec_hkv.backends.optimizers import counts_own_steps, hash_table_optimizer, state_width
 from torchrec_hkv.backends.protocol import (
     Backend,
@@ -36,7 +36,7 @@ from torchrec_hkv.backends.protocol import (
 from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
-from torchrec_hkv.hash_table.eviction import name_of, reads_files_of
+from torchrec_hkv.hash_table.eviction import can_load_policy, name_of
 from torchrec_hkv.hash_table.replicas import id_sync_bytes, swaps
 
 
@@ -85,12 +85,13 @@ class HKVBackend(Backend):
             hash_table_optimizer(optimizer)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
-        least = memory_of(shard, optimizer).least_hbm_bytes
+        minimum = memory_of(shard, optimizer).least_hbm_bytes
         hbm_bytes = hbm_bytes_of(shard, optimizer)
-        if hbm_bytes is not None and hbm_bytes < least:
+        if hbm_bytes is not None and hbm_bytes < minimum:
             raise ValueError(
                 f"table '{shard.name}': hbm_bytes is {hbm_bytes}, but {shard.capacity} "
-                f"rows on a rank need at least {least}: their index, and one bucket with its rows."
+                f"rows on a rank need at least {minimum}: their index, and one bucket with its "
+                "rows."
             )
         initializer_of(shard)
 
@@ -133,7 +134,7 @@ class HKVBackend(Backend):
         dtype: torch.dtype,
         frequencies: IdFrequencies | None,
     ) -> list[Kept]:
-        return kept_of(table, num_embeddings, dtype, frequencies)
+        return kept_quality(table, num_embeddings, dtype, frequencies)
 
     def variants(
         self,
@@ -170,7 +171,7 @@ class HKVBackend(Backend):
     def loads(self, what: str, saved: Any, own: Any) -> bool:
         if what == "optimizer" and saved is None:
             return True  # the states are reset
-        return reads_files_of(own, saved) if what == "eviction" else saved == own
+        return can_load_policy(own, saved) if what == "eviction" else saved == own
 
     def exchanges(self, options: BackendOptions) -> bool:
         return not self.is_dense(options)

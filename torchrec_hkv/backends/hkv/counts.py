@@ -1,7 +1,7 @@
 """Admission counters in a ``state_dict``, with sizes that do not depend on the number of ranks.
 
 The counters of a table have the same size on each of its row shards. The state has space for the
-counters of :data:`MOST_SHARDS` row shards. Each shard owns a whole number of these parts and stores
+counters of :data:`MAX_SHARDS` row shards. Each shard owns a whole number of these parts and stores
 its counters in the first. With more shards than that, some own no part; their counters are not
 saved and start from zero after a load.
 """
@@ -25,7 +25,7 @@ from torchrec_hkv.hash_table.files.counts import (
 )
 
 #: Number of row shards whose counters fit in a state.
-MOST_SHARDS = 8
+MAX_SHARDS = 8
 
 
 def counts_name(kind: Kind) -> str:
@@ -39,7 +39,7 @@ def counts_spec(shard: TableShard, admission: Admission | None) -> dict[str, Ten
     rows = shard.num_embeddings
 
     def at(row: int) -> int:
-        return (2 * row * MOST_SHARDS + rows) // (2 * rows)  # the nearest
+        return (2 * row * MAX_SHARDS + rows) // (2 * rows)  # the nearest
 
     if kind is None:
         return {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchrec_hkv.backends.saved import FileOptions, Placed, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.backends.saved import FileOptions, LoadCounts, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.hash_table import TableGroup, files
-from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_left
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_removed_ids
 from torchrec_hkv.hash_table.files.counts_files import verify_counts
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.merge import merge_layers
@@ -90,7 +90,7 @@ class HashTablesLoad(TablesLoad):
     def bytes(self) -> int:
         return sum(load.bytes for load in self._loads)
 
-    def run(self) -> dict[str, Placed]:
+    def run(self) -> dict[str, LoadCounts]:
         if not self._loads:
             return {}
         without = [load.name for load in self._loads if load.lacks_states]
@@ -109,7 +109,7 @@ class HashTablesLoad(TablesLoad):
             self._group.set_clock(clock)
             self._group.set_epoch(epoch)
             loads = zip(self._keys, self._loads, strict=True)
-            return {key: Placed(load.entries, load.run()) for key, load in loads}
+            return {key: LoadCounts(load.entries, load.run()) for key, load in loads}
 
     def undo(self) -> None:
         with self._group.alone():
@@ -148,7 +148,7 @@ def verify_file(saved: SavedShard, file: str, options: FileOptions) -> None:
         verify_counts(folder, manifest.counts, batch_bytes)
     if manifest.changes is not None and file == manifest.changes.left_file:
         slots = manifest.buckets * manifest.bucket_slots
-        verify_left(folder, manifest.changes, slots, batch_bytes)
+        verify_removed_ids(folder, manifest.changes, slots, batch_bytes)
     for shard in manifest.shards:
         if file == shard.file:
             verify_shard(folder, manifest, shard, batch_bytes, saved.owners)

@@ -107,7 +107,7 @@ class HKVLookup(RowsById, GroupLookup):
             scores: int64 ``[n]``. Training lookups need them if a table has the eviction policy
                 ``"customized"``.
         """
-        return self._look_up(ids, offsets, weights, batch_size, None, learning_rate, scores)
+        return self._pooled_lookup(ids, offsets, weights, batch_size, None, learning_rate, scores)
 
     def forward_ragged(
         self,
@@ -120,9 +120,9 @@ class HKVLookup(RowsById, GroupLookup):
         *,
         scores: Tensor | None = None,
     ) -> Tensor:
-        return self._look_up(ids, offsets, weights, 0, bags, learning_rate, scores)
+        return self._pooled_lookup(ids, offsets, weights, 0, bags, learning_rate, scores)
 
-    def _look_up(
+    def _pooled_lookup(
         self,
         ids: Tensor,
         offsets: Tensor,

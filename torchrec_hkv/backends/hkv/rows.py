@@ -109,8 +109,8 @@ def put_rows(
     lost = 0
     for given, rows in batches:
         owner = owner_rank(given, OWNERS)
-        mine = ((owner >= owners[0]) & (owner < owners[1])).nonzero().flatten()
-        ids, where = given[mine].unique(return_inverse=True)
+        owned = ((owner >= owners[0]) & (owner < owners[1])).nonzero().flatten()
+        ids, where = given[owned].unique(return_inverse=True)
         if ids.numel() == 0:
             continue
         # If an id occurs several times, its last row is used.
@@ -118,7 +118,7 @@ def put_rows(
             0, where, torch.arange(len(where)), "amax", include_self=False
         )
         columns = slice(spec.column_offset, spec.column_offset + spec.dim)
-        own_rows = stored_as(rows[mine][last][:, columns], spec.dtype).contiguous()
+        own_rows = stored_as(rows[owned][last][:, columns], spec.dtype).contiguous()
         with group.alone():
             group.note_rewrite()
             lost += _put_batch(group, table, feature, ids, own_rows, target)
@@ -133,17 +133,17 @@ def _put_batch(
     *_, width, scored, _, _ = _C.table_layout(group.handle, table)
     slots = _find(group, table, feature, ids.to(group.device)).cpu()
     there, new = (slots >= 0).nonzero().flatten(), (slots < 0).nonzero().flatten()
-    kept = _ops.read_slots(group.handle, table, slots[there].to(group.device))
+    current = _ops.read_slots(group.handle, table, slots[there].to(group.device))
     _ops.overwrite_slots(
         group.counter_tensor,
         group.handle,
         table,
         slots[there].to(group.device),
-        kept[0],
+        current[0],
         own_rows[there].to(group.device),
-        kept[2],
-        kept[3],
-        torch.zeros_like(kept[4]),
+        current[2],
+        current[3],
+        torch.zeros_like(current[4]),
     )
     batch = {
         "ids": ids[new],

@@ -50,8 +50,8 @@ def _state_name(k: int) -> str:
 
 def state_columns(optimizer: OptimizerSpec | None) -> tuple[StateColumns, int]:
     """The columns of a row's optimizer states, and the number of their layout."""
-    made = hash_table_optimizer(optimizer)
-    layout = 0 if made is None else made.config().layout
+    hash_optimizer = hash_table_optimizer(optimizer)
+    layout = 0 if hash_optimizer is None else hash_optimizer.config().layout
     return StateColumns.of_layout(layout), layout
 
 
@@ -190,7 +190,7 @@ class StateLoad(EntriesLoad):
         self._group, self._table, self._shard, self._owners = group, table, shard, owners
         self._states = StateColumns.of_layout(group.state_layout)
         *_, self._width, self._scored, _, _ = _C.table_layout(group.handle, table)
-        self._given = self._lost = 0
+        self._put_entries = self._lost = 0
         self._counts = CountsLoad(group, table, owners)
 
     def check(self, table_state: Tensor) -> None:
@@ -232,11 +232,11 @@ class StateLoad(EntriesLoad):
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
         owner = owner_rank(entries["ids"], OWNERS)
-        mine = ((owner >= self._owners[0]) & (owner < self._owners[1])).nonzero().flatten()
-        if mine.numel() == 0:
+        owned = ((owner >= self._owners[0]) & (owner < self._owners[1])).nonzero().flatten()
+        if owned.numel() == 0:
             return
-        cut = {name: tensor[mine] for name, tensor in entries.items()}
-        n = mine.numel()
+        cut = {name: tensor[owned] for name, tensor in entries.items()}
+        n = owned.numel()
         batch = {
             "ids": cut["ids"],
             "rows": self._stored_rows(cut),
@@ -245,8 +245,8 @@ class StateLoad(EntriesLoad):
         }
         if self._scored:
             batch["scores"] = cut["scores"]
-        self._given += n
-        self._group.reserve(self._table, min(self._given, self._target.capacity))
+        self._put_entries += n
+        self._group.reserve(self._table, min(self._put_entries, self._target.capacity))
         self._lost += self._target.restore(batch, exact=False)
 
     def put_counts(self, name: str, first: int, part: Tensor) -> None:

@@ -42,7 +42,7 @@ def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory
     """Memory of the shard's table."""
     options = options_of(shard)
     return table_memory(
-        _slots_wanted(shard),
+        _hbm_slots(shard),
         shard.dim,
         state_width(optimizer, shard.dim),
         options.table_eviction,
@@ -60,7 +60,7 @@ def hbm_bytes_of(shard: TableShard, optimizer: OptimizerSpec | None) -> int | No
     return memory_of(shard, optimizer).least_hbm_bytes if given == "index" else given
 
 
-def _slots_wanted(shard: TableShard) -> int:
+def _hbm_slots(shard: TableShard) -> int:
     """Number of slots to ask for. A dense-compatible table has more slots than rows."""
     return dense_capacity(shard.capacity) if options_of(shard).dense else shard.capacity
 
@@ -83,7 +83,7 @@ def table_spec(shard: TableShard, optimizer: OptimizerSpec | None) -> TableSpec:
     options = options_of(shard)
     return TableSpec(
         name=shard.name,
-        capacity=_slots_wanted(shard),
+        capacity=_hbm_slots(shard),
         dim=shard.dim,
         dtype=shard.dtype,
         eviction=options.table_eviction,

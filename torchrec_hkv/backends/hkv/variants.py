@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table import TableMemory, gpu_table_bytes
 _TIERS, _STEP, _FEWEST = 16, 0.97, 1 / 256
 
 
-def kept_of(
+def kept_quality(
     table: TableShard, num_embeddings: int, dtype: torch.dtype, frequencies: IdFrequencies | None
 ) -> list[Kept]:
     """Implements :meth:`Backend.kept`."""
@@ -45,9 +45,9 @@ def tiers(options: HKVOptions, memory: TableMemory) -> list[HKVOptions]:
         memory: memory of a shard.
     """
     full, _ = gpu_table_bytes(memory, None)
-    least = memory.least_hbm_bytes
-    parts = [least + (full - least) * part // _TIERS for part in range(_TIERS - 1, 0, -1)]
-    near = [part for part in parts if least < part < full]
+    minimum = memory.least_hbm_bytes
+    parts = [minimum + (full - minimum) * part // _TIERS for part in range(_TIERS - 1, 0, -1)]
+    near = [part for part in parts if minimum < part < full]
     return [dataclasses.replace(options, hbm_bytes=part) for part in (*near, "index")]
 
 

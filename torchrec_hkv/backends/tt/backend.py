@@ -24,14 +24,14 @@ from torchrec_hkv.backends.tt.cost import tt_cases, tt_scratch, tt_work
 from torchrec_hkv.backends.tt.lookup import TTLookup
 from torchrec_hkv.backends.tt.options import TTOptions
 from torchrec_hkv.backends.tt.table import head_bytes, optimizer_of, options_of, shape_of, state_of
-from torchrec_hkv.backends.tt.variants import kept_of, ladder_of_ranks
+from torchrec_hkv.backends.tt.variants import kept_quality, rank_variants
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.tensor_train import TTGroup
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
 from torchrec_hkv.tensor_train.shape_advice import why_dense_is_smaller
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_MOST_RANK_ON_CUDA = 256
+_MAX_RANK_ON_CUDA = 256
 
 
 class TTBackend(Backend):
@@ -80,16 +80,16 @@ class TTBackend(Backend):
                 f"table '{shard.name}': precision is {options_of(shard).precision!r}, but on "
                 f"{device_type!r} it must be 'fp32'."
             )
-        if device_type == "cuda" and max(shape.ranks[-2:]) > _MOST_RANK_ON_CUDA:
+        if device_type == "cuda" and max(shape.ranks[-2:]) > _MAX_RANK_ON_CUDA:
             raise ValueError(
                 f"table '{shard.name}': ranks are {list(shape.ranks)}, but on a GPU those beside "
-                f"the last two cores must be at most {_MOST_RANK_ON_CUDA}."
+                f"the last two cores must be at most {_MAX_RANK_ON_CUDA}."
             )
         try:
-            made = optimizer_of(optimizer)
+            tt_optimizer = optimizer_of(optimizer)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
-        TTGroup([shape], None, made, [shard.name])  # refuses slices that are too large
+        TTGroup([shape], None, tt_optimizer, [shard.name])  # refuses slices that are too large
         cache = options_of(shard).cache
         if cache is None:
             return
@@ -99,7 +99,7 @@ class TTBackend(Backend):
                 f"{shard.num_embeddings} rows."
             )
         try:
-            check_hot_row_optimizer(made)
+            check_hot_row_optimizer(tt_optimizer)
         except ValueError as error:
             raise ValueError(f"table '{shard.name}': {error}") from None
 
@@ -122,7 +122,7 @@ class TTBackend(Backend):
     ) -> float:
         # Averages are taken in float32.
         spec = state_of(shard, optimizer)
-        values = sum(math.prod(its.shape) for name, its in spec.items() if name != "tt_shape")
+        values = sum(math.prod(tensor.shape) for name, tensor in spec.items() if name != "tt_shape")
         return 8 * values * (replicas - 1) / replicas
 
     def gradient_bytes(self, shard: TableShard) -> float:
@@ -140,7 +140,7 @@ class TTBackend(Backend):
         dtype: torch.dtype,
         frequencies: IdFrequencies | None,
     ) -> list[Kept]:
-        return kept_of(table, dtype, frequencies)
+        return kept_quality(table, dtype, frequencies)
 
     def variants(
         self,
@@ -149,7 +149,7 @@ class TTBackend(Backend):
         device_type: str,
         frequencies: IdFrequencies | None,
     ) -> list[TTOptions]:
-        return ladder_of_ranks(shard)
+        return rank_variants(shard)
 
     def leaves_sizes_open(self, options: BackendOptions) -> bool:
         return isinstance(options, TTOptions) and options.leaves_ranks_open
@@ -157,18 +157,18 @@ class TTBackend(Backend):
     def storage(
         self, shard: TableShard, optimizer: OptimizerSpec | None, device_type: str
     ) -> StorageBytes:
-        shape, made = shape_of(shard), optimizer_of(optimizer)
+        shape, tt_optimizer = shape_of(shard), optimizer_of(optimizer)
         on_gpu = device_type == "cuda"
         count = shape.num_elements * shard.dtype.itemsize
-        if made is not None or on_gpu:
+        if tt_optimizer is not None or on_gpu:
             count += 4 * shape.num_elements  # the gradient of all cores
-        if made is not None:
+        if tt_optimizer is not None:
             for k in range(shape.num_cores):
                 count += 4 * shape.p[k] * state_width(optimizer, shape.slice_size(k))
         if on_gpu:
             count += head_bytes(shape)
         if (cache := options_of(shard).cache) is not None:
-            count += cache.num_bytes(shape, made)
+            count += cache.num_bytes(shape, tt_optimizer)
         return StorageBytes(hbm=count if on_gpu else 0, host=0 if on_gpu else count)
 
     def scratch(

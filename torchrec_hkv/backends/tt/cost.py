@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from torchrec_hkv.backends.calibration import Batch, CalibrationCase
+from torchrec_hkv.backends.calibration import CalibrationBatch, CalibrationCase
 from torchrec_hkv.backends.protocol import BackendOptions, OptimizerSpec
 from torchrec_hkv.backends.workload import Work, Workload
 from torchrec_hkv.tensor_train import TTShape
@@ -36,7 +36,7 @@ def tt_work(shape: TTShape, load: Workload, device_type: str) -> Work:
         kind = max(kind, 32)
         if shape.num_cores == 3 and set(shape.ranks) == {kind} and q[-1] % 4 == 0:
             # The kernels process columns of prefixes in groups of four.
-            q[:-1] = [-(-own // 4) * 4 for own in q[:-1]]
+            q[:-1] = [-(-dim_factor // 4) * 4 for dim_factor in q[:-1]]
         else:
             factor = _BOUNDS
         # The kernels pad the ranks next to the last two cores to the bound of the class.
@@ -123,14 +123,14 @@ def tt_cases(options: type[BackendOptions], device_type: str) -> list[Calibratio
     timed += [(32, dim, _TIMED_ROWS, _ADAGRAD, _TABLES) for dim in (32, 64, 128)]
     cases = []
     for rank, dim, rows, optimizer, tables in timed:
-        most = max(256, base * 32 // max(rank, 32))
+        maximum = max(256, base * 32 // max(rank, 32))
         # A GPU sorts small batches by another, faster method, which must not enter the fit.
-        few = most // (2 if device_type == "cuda" and tables == 1 else 8)
+        few = maximum // (2 if device_type == "cuda" and tables == 1 else 8)
         batches = (
-            Batch(few, 1),
-            Batch(most, 1),
-            Batch(most // 8, 16 // tables),
-            Batch(most // 8, 16, skew=4.0),
+            CalibrationBatch(few, 1),
+            CalibrationBatch(maximum, 1),
+            CalibrationBatch(maximum // 8, 16 // tables),
+            CalibrationBatch(maximum // 8, 16, skew=4.0),
         )
         options_of_rank = options(ranks=rank)
         cases.append(

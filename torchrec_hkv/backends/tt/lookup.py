@@ -28,7 +28,7 @@ from torchrec_hkv.backends.tt.table import (
     state_of,
 )
 from torchrec_hkv.tensor_train import TTGroup, rows_of, tt_svd
-from torchrec_hkv.tensor_train.hot_rows import HotRows
+from torchrec_hkv.tensor_train.hot_rows import HotRowCache
 from torchrec_hkv.tensor_train.replicas import Replicas, replicated_lookup
 
 #: Version of the state tensors, stored in ``"tt_shape"``.
@@ -143,7 +143,7 @@ class TTLookup(CachedLookup, GroupLookup):
         return {key: tensors[key].detach().clone() for key in self._spec(name)}
 
     def load_table(self, name: str, state: Mapping[str, Tensor]) -> None:
-        own = self._tensors(name)
+        tensors = self._tensors(name)
         for key, spec in self._spec(name).items():
             if key not in state:
                 raise ValueError(f"table '{name}': the state to load lacks {key!r}.")
@@ -153,15 +153,15 @@ class TTLookup(CachedLookup, GroupLookup):
                     f"{tuple(state[key].shape)} and dtype {state[key].dtype}, but the table has "
                     f"{spec.shape} and {spec.dtype}."
                 )
-        if state["tt_shape"].tolist() != own["tt_shape"].tolist():
+        if state["tt_shape"].tolist() != tensors["tt_shape"].tolist():
             raise ValueError(
                 f"table '{name}': the state to load has the shape {state['tt_shape'].tolist()} "
                 "(format, rows, cores, factors of rows and columns, ranks), but the table has "
-                f"{own['tt_shape'].tolist()}."
+                f"{tensors['tt_shape'].tolist()}."
             )
         for key in self._spec(name):
             if not key.startswith(PREFIX):
-                own[key].copy_(state[key])
+                tensors[key].copy_(state[key])
         if self._caches is not None:
             self._caches.load(self._index[name], state)
 
@@ -176,7 +176,7 @@ class TTLookup(CachedLookup, GroupLookup):
         ids = ids.to(cores[0].device)
         rows = rows_of(shape, cores, ids)
         if (hot := self._hot_rows_of(name)) is not None:
-            places, found = hot.look_up(ids)
+            places, found = hot.find_uncounted(ids)
             rows[found] = hot.rows.detach()[places[found]].to(rows.dtype)
         return rows.cpu()
 
@@ -187,9 +187,9 @@ class TTLookup(CachedLookup, GroupLookup):
         rows of the table must be given."""
         shape, cores = self._group.shapes[self._index[name]], self.cores(name)
         dense = collect_rows(name, shape.num_embeddings, shape.embedding_dim, batches)
-        made = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
-        for own, core in zip(cores, made.cores, strict=True):
-            own.copy_(core)
+        decomposition = tt_svd(dense.to(cores[0].device), ranks=shape.ranks, p=shape.p, q=shape.q)
+        for target, core in zip(cores, decomposition.cores, strict=True):
+            target.copy_(core)
         for state in self._states[self._group.cores_of(self._index[name])]:
             state.zero_()
         if (hot := self._hot_rows_of(name)) is not None:
@@ -215,7 +215,7 @@ class TTLookup(CachedLookup, GroupLookup):
             counts["hits"] = int(self._caches.by_table[table].training_hits)
         return counts
 
-    def hot_rows(self, name: str) -> HotRows:
+    def hot_rows(self, name: str) -> HotRowCache:
         """The cache of a table.
 
         Raises:
@@ -226,7 +226,7 @@ class TTLookup(CachedLookup, GroupLookup):
             raise ValueError(f"table '{name}' has no cache: give its TTOptions a cache_size.")
         return hot
 
-    def _hot_rows_of(self, name: str) -> HotRows | None:
+    def _hot_rows_of(self, name: str) -> HotRowCache | None:
         return None if self._caches is None else self._caches.by_table.get(self._index[name])
 
     def memory(self, name: str) -> StorageBytes:

@@ -19,7 +19,7 @@ from torchrec_hkv.tensor_train import (
 from torchrec_hkv.tensor_train.shape_arguments import SIZES, check_shape_arguments
 
 _DEFAULT_RANK = 32
-_MOST = (1 << 63) - 1
+_MAX = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,19 +91,19 @@ class TTOptions(BackendOptions):
         except (TypeError, ValueError) as error:
             raise ValueError(f"TTOptions: {error}") from None
         check_flag("TTOptions", "strict", self.strict)
-        check_range("TTOptions", "seed", self.seed, -(1 << 63), _MOST)
+        check_range("TTOptions", "seed", self.seed, -(1 << 63), _MAX)
         self._check_cache()
 
     def _check_cache(self) -> None:
-        check_range("TTOptions", "cache_size", self.cache_size, 0, _MOST)
-        for name, least in (("cache_counted_ids", self.cache_size), ("cache_populate_every", 1)):
+        check_range("TTOptions", "cache_size", self.cache_size, 0, _MAX)
+        for name, minimum in (("cache_counted_ids", self.cache_size), ("cache_populate_every", 1)):
             value = getattr(self, name)
             if value is not None and not self.cache_size:
                 raise ValueError(
                     f"TTOptions: {name} is {value!r}, but cache_size is 0: give a cache_size or "
                     "leave it out."
                 )
-            check_range("TTOptions", name, value, least, _MOST, or_none=True)
+            check_range("TTOptions", name, value, minimum, _MAX, or_none=True)
 
     @property
     def cache(self) -> CacheSize | None:

@@ -85,18 +85,18 @@ def initial_cores_of(shard: TableShard, device: torch.device) -> list[Tensor]:
 
 def state_of(shard: TableShard, optimizer: OptimizerSpec | None) -> dict[str, TensorSpec]:
     """The tensors of the shard's state, see :meth:`Backend.state_spec`."""
-    shape, made = shape_of(shard), optimizer_of(optimizer)
+    shape, tt_optimizer = shape_of(shard), optimizer_of(optimizer)
     spec = {
         f"tt_core_{k}": TensorSpec(shape.core_shape(k), shard.dtype) for k in range(shape.num_cores)
     }
     spec["tt_shape"] = TensorSpec((1 + len(shape.packed()),), torch.int64)
     if (cache := options_of(shard).cache) is not None:
-        sizes = cache.state_shapes(shape, made)
+        sizes = cache.state_shapes(shape, tt_optimizer)
         spec |= {key: TensorSpec(*size) for key, size in sizes.items()}
-    if made is None:
+    if tt_optimizer is None:
         return spec
     for k in range(shape.num_cores):
-        if width := made.state_width(shape.slice_size(k)):
+        if width := tt_optimizer.state_width(shape.slice_size(k)):
             spec[f"tt_state_{k}"] = TensorSpec((shape.p[k], width), torch.float32)
     spec["optimizer_step"] = TensorSpec((1,), torch.int64)
     return spec

@@ -15,7 +15,9 @@ from torchrec_hkv.backends.workload import IdFrequencies
 _RANKS = (1, 2, 3, *range(4, 257, 4), *range(272, 1025, 16))
 
 
-def kept_of(table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | None) -> list[Kept]:
+def kept_quality(
+    table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | None
+) -> list[Kept]:
     """Implements :meth:`Backend.kept`: bytes of cores and cached rows over those of dense rows for
     the ids that occur."""
     shape, cache = shape_of(table), options_of(table).cache
@@ -31,7 +33,7 @@ def kept_of(table: TableShard, dtype: torch.dtype, frequencies: IdFrequencies | 
     return [Kept("compression", taken / dense, f"ranks {ranks} keep {taken / dense:.2%} of bytes")]
 
 
-def ladder_of_ranks(shard: TableShard) -> list[TTOptions]:
+def rank_variants(shard: TableShard) -> list[TTOptions]:
     """Options with increasing ranks, up to the size of dense rows, for a table that leaves ranks
     open."""
     options = options_of(shard)
@@ -39,10 +41,10 @@ def ladder_of_ranks(shard: TableShard) -> list[TTOptions]:
         return []
     dense, last, found = shard.num_embeddings * shard.embedding_dim, None, []
     for rank in _RANKS:
-        made = dataclasses.replace(options, ranks=rank)
-        shape = made.shape(shard.num_embeddings, shard.embedding_dim, shard.dtype.itemsize)
+        variant = dataclasses.replace(options, ranks=rank)
+        shape = variant.shape(shard.num_embeddings, shard.embedding_dim, shard.dtype.itemsize)
         if shape.ranks == last or shape.num_elements >= dense:
             break
         last = shape.ranks
-        found.append(made)
+        found.append(variant)
     return found

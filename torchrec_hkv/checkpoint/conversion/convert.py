@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps
 from torchrec_hkv.checkpoint.conversion.row_files import open_row_file, row_table
@@ -18,8 +18,8 @@ from torchrec_hkv.checkpoint.conversion.to_checkpoint import write_checkpoint
 from torchrec_hkv.checkpoint.conversion.to_dcp import write_dcp
 from torchrec_hkv.checkpoint.export_files import export_files
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
-from torchrec_hkv.checkpoint.opened import Saved
 from torchrec_hkv.checkpoint.record import RECORD, TENSORS
+from torchrec_hkv.checkpoint.saved_checkpoint import SavedCheckpoint
 from torchrec_hkv.progress import reported
 
 _THREADS = 4
@@ -28,7 +28,7 @@ _ROW_SUFFIXES = (".parquet", ".safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ConversionOptions:
     """How tables are converted.
 
     Attributes:
@@ -72,7 +72,7 @@ class Options:
 
 
 def convert(
-    source: str | os.PathLike[str], into: str | os.PathLike[str], options: Options
+    source: str | os.PathLike[str], into: str | os.PathLike[str], options: ConversionOptions
 ) -> dict[str, Any]:
     """Converts tables. The result appears when it is complete.
 
@@ -101,13 +101,13 @@ def convert(
     if not target.absolute().parent.is_dir():
         raise ValueError(f"There is no folder {target.absolute().parent} to write to.")
     if (path / RECORD).is_file() or _is_saved(path):
-        return _from_ours(path, target, options)
+        return _from_checkpoint(path, target, options)
     if target.suffix in _ROW_SUFFIXES:
         raise ValueError(
             f"{path} is not a checkpoint of this package, and only these become files of ids and "
             "rows: convert it to a checkpoint first."
         )
-    return _to_ours(path, target, options)
+    return _to_checkpoint(path, target, options)
 
 
 def _is_saved(path: Path) -> bool:
@@ -115,23 +115,23 @@ def _is_saved(path: Path) -> bool:
     if not path.is_dir() or (path / DCP_METADATA).is_file():
         return False
     try:
-        Saved.open(path)
+        SavedCheckpoint.open(path)
     except ValueError:
         return False
     return True
 
 
-def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
+def _to_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict[str, Any]:
     tensors: tuple[DcpFolder, Mapping[str, str]] | None = None
     has_optimizer = False
     if (path / DCP_METADATA).is_file():
         kind = "torch.distributed.checkpoint"
         folder = DcpFolder(path)
-        keys = Keys.of(folder, options.model_key, options.optimizer_key)
+        keys = DcpKeys.of(folder, options.model_key, options.optimizer_key)
         found = dcp_tables(folder, keys, options.optimizer, options.without)
         tables = _chosen(found.tables, options.tables, path)
         left_out = {key for table in tables for key in found.entries[table.name]}
-        names = _kept_names(folder, keys, left_out, options)
+        names = _copied_names(folder, keys, left_out, options)
         has_optimizer = keys.optimizer is not None
         tensors = folder, names
     elif (file := open_row_file(path)) is not None:
@@ -171,8 +171,8 @@ def _to_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
             backend=options.backend,
             options=FileOptions(options.batch_bytes, _THREADS),
         )
-    kept = 0 if tensors is None else len(tensors[1])
-    return {"source": kind, "into": "checkpoint", "tables": ids, "tensors": kept}
+    num_tensors = 0 if tensors is None else len(tensors[1])
+    return {"source": kind, "into": "checkpoint", "tables": ids, "tensors": num_tensors}
 
 
 def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> list[SourceTable]:
@@ -202,13 +202,13 @@ def _check_names(names: Sequence[str]) -> None:
         raise ValueError(f"Two tables would be called {twice[0]!r}: rename one by --rename.")
 
 
-def _kept_names(
-    folder: DcpFolder, keys: Keys, left_out: set[str], options: Options
+def _copied_names(
+    folder: DcpFolder, keys: DcpKeys, excluded: set[str], options: ConversionOptions
 ) -> dict[str, str]:
     """New names of the model's and the optimizer's entries that are copied as tensors."""
     names = {}
     for key in folder.entries:
-        if key in left_out:
+        if key in excluded:
             continue
         if keys.optimizer is not None and key.startswith(keys.optimizer):
             begin, rest = "optimizer.", key.removeprefix(keys.optimizer)
@@ -220,8 +220,8 @@ def _kept_names(
     return names
 
 
-def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
-    saved = Saved.open(path)
+def _from_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict[str, Any]:
+    saved = SavedCheckpoint.open(path)
     names = options.tables
     if not names:
         tables = [table for table in saved.tables.values() if table.parts is not None]
@@ -242,17 +242,17 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
     rows = _by_table("--num-embeddings", options.num_embeddings, [t.name for t in tables])
     model = "model" if options.model_key is None else options.model_key
     model = f"{model}." if model else ""
-    made = {table.name: options.rename(table.name) for table in tables}
-    _check_names(list(made.values()))
+    new_names = {table.name: options.rename(table.name) for table in tables}
+    _check_names(list(new_names.values()))
     tensors = None
     if saved.layers:
         folder = DcpFolder(saved.layers[0][0] / TENSORS)
-        kept = _kept_names(folder, Keys("model.", "optimizer."), set(), options)
+        copied = _copied_names(folder, DcpKeys("model.", "optimizer."), set(), options)
         tensors = (
             folder,
             {
                 key: model + name.removeprefix("model.") if name.startswith("model.") else name
-                for key, name in kept.items()
+                for key, name in copied.items()
             },
         )
     total = 2 * sum(table.entries * table.entry_bytes() for table in tables)
@@ -263,7 +263,7 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
             target,
             tables,
             rows,
-            made,
+            new_names,
             tensors,
             model=model,
             with_states=with_states,
@@ -280,15 +280,15 @@ def _from_ours(path: Path, target: Path, options: Options) -> dict[str, Any]:
 
 def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dict[str, int]:
     """Values of an option by full names of tables; the key ``""`` gives those of unnamed tables."""
-    own = {name: name.rpartition(".")[2] for name in tables}
-    unknown = sorted(set(given) - {*own, *own.values(), ""})
+    short_names = {name: name.rpartition(".")[2] for name in tables}
+    unknown = sorted(set(given) - {*short_names, *short_names.values(), ""})
     if unknown:
         raise ValueError(
             f"{what} names table {unknown[0]!r}, which is not converted: name one of "
             f"{sorted(tables)}."
         )
     return {
-        name: next(given[known] for known in (name, own[name], "") if known in given)
+        name: next(given[known] for known in (name, short_names[name], "") if known in given)
         for name in tables
-        if not {name, own[name], ""}.isdisjoint(given)
+        if not {name, short_names[name], ""}.isdisjoint(given)
     }

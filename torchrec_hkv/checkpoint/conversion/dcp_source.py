@@ -32,7 +32,7 @@ _BY_STATES = {(1,): "rowwise_adagrad", (2,): "adagrad", (2, 2): "adam", (2, 1): 
 
 
 @dataclasses.dataclass(frozen=True)
-class Keys:
+class DcpKeys:
     """Prefixes of the names of entries.
 
     Attributes:
@@ -44,7 +44,7 @@ class Keys:
     optimizer: str | None
 
     @classmethod
-    def of(cls, folder: DcpFolder, model: str | None, optimizer: str | None) -> Keys:
+    def of(cls, folder: DcpFolder, model: str | None, optimizer: str | None) -> DcpKeys:
         """The given prefixes, or those of the folder.
 
         Args:
@@ -87,14 +87,14 @@ class DcpTables:
 
 
 def dcp_tables(
-    folder: DcpFolder, keys: Keys, given: str | None, without: Sequence[str]
+    folder: DcpFolder, keys: DcpKeys, optimizer: str | None, without: Sequence[str]
 ) -> DcpTables:
     """Finds the tables of a folder: stock tables and hash tables.
 
     Args:
         folder: the folder to read.
         keys: prefixes of the names of entries.
-        given: name of the optimizer; None: found from the states.
+        optimizer: name of the optimizer; None: found from the states.
         without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
 
     Raises:
@@ -111,27 +111,27 @@ def dcp_tables(
         weight, states = key, _stock_states(folder, keys, match["table"], match["own"])
         remapping = remapped.get(weight)
         if remapping is not None:
-            table = _Remapped(folder, weight, states, remapping, given, without)
+            table = _ZchTable(folder, weight, states, remapping, optimizer, without)
             found.entries[table.name] = [weight, *states.values(), *remapping.entries]
         elif folder.is_tensor(f"{keys.model}{match['table']}.occupied"):
-            table = _ById(folder, keys, match["table"], given, without)
+            table = _HashTable(folder, keys, match["table"], optimizer, without)
             found.entries[table.name] = table.all_entries
         else:
-            table = _ByNumber(folder, weight, match["table"], states, given, without)
+            table = _RowNumberTable(folder, weight, match["table"], states, optimizer, without)
             found.entries[table.name] = [weight, *states.values()]
         found.tables.append(table.source())
     return found
 
 
-def _stock_states(folder: DcpFolder, keys: Keys, table: str, own: str) -> dict[str, str]:
+def _stock_states(folder: DcpFolder, keys: DcpKeys, table: str, short_name: str) -> dict[str, str]:
     """Entries with a stock table's optimizer states, by TorchRec's names of the states."""
     if keys.optimizer is None:
         return {}
-    begin = f"{keys.optimizer}state.{table}{_SUFFIX}.{own}."
+    begin = f"{keys.optimizer}state.{table}{_SUFFIX}.{short_name}."
     return {key.removeprefix(begin): key for key in folder.entries if key.startswith(begin)}
 
 
-class _ByNumber:
+class _RowNumberTable:
     """A stock table, whose ids are row numbers."""
 
     def __init__(
@@ -211,7 +211,7 @@ class _ByNumber:
         return batch
 
 
-class _Remapped(_ByNumber):
+class _ZchTable(_RowNumberTable):
     """A stock table behind a managed collision module, which maps ids to its rows."""
 
     def __init__(
@@ -249,13 +249,13 @@ class _Remapped(_ByNumber):
                 yield {**batch, "ids": ids[first + at]}
 
 
-class _ById:
+class _HashTable:
     """A hash table in a ``state_dict``."""
 
     def __init__(
         self,
         folder: DcpFolder,
-        keys: Keys,
+        keys: DcpKeys,
         name: str,
         given: str | None,
         without: Sequence[str],
@@ -291,8 +291,8 @@ class _ById:
         self._optimizer = self._find_optimizer(given)
         if "states" in without:
             self._optimizer = None
-            kept = [k for k in self._tensors if not k.startswith("optimizer_")]
-            self._tensors = {k: self._tensors[k] for k in kept}
+            table_keys = [k for k in self._tensors if not k.startswith("optimizer_")]
+            self._tensors = {k: self._tensors[k] for k in table_keys}
         if "scores" in without:
             self._tensors.pop("scores", None)
 

@@ -189,19 +189,19 @@ class _DumpedTable:
     def _strategy(self) -> str:
         return str(self._arguments.get("evict_strategy", "")).rpartition(".")[2]
 
-    def _find_optimizer(self, given: str | None) -> OptimizerSpec | None:
+    def _find_optimizer(self, optimizer: str | None) -> OptimizerSpec | None:
         saved = _OPTIMIZERS.get(str(self._arguments.get("opt_type", "")).lower())
-        if given is None and saved is None and self._has_states:
+        if optimizer is None and saved is None and self._has_states:
             raise ValueError(
                 f"The dump of table {self._dump.table!r} does not say whose optimizer's states it "
                 "has: name it by --optimizer, or leave them out by --without states."
             )
-        name = given or saved
+        name = optimizer or saved
         return None if name is None else OptimizerSpec(name)
 
-    def _find_eviction(self, given: Eviction | None) -> Eviction:
-        if given is not None:
-            return given
+    def _find_eviction(self, eviction: Eviction | None) -> Eviction:
+        if eviction is not None:
+            return eviction
         if not self._has_scores or self._strategy in ("", "KLru"):
             return "lru"
         if self._strategy == "KLfu":

@@ -37,7 +37,7 @@ _SAFETENSORS = {
     "I32": torch.int32,
     "U32": torch.uint32,
 }
-_MOST_HEADER = 100 << 20
+_MAX_HEADER = 100 << 20
 
 
 class RowFile:
@@ -94,7 +94,7 @@ def _mapped(path: Path, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> 
 def _safetensors(path: Path) -> RowFile:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_MOST_HEADER, path.stat().st_size):
+        if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size):
             raise ValueError(f"{path} is not a .safetensors file: its header has {length} bytes.")
         try:
             header = json.loads(file.read(length))
@@ -236,12 +236,12 @@ def row_table(
             raise ValueError(
                 f"{file.path}: column {column!r} has type {kind}, but int64 is needed."
             )
-    made: OptimizerSpec | None = None if optimizer is None else OptimizerSpec(optimizer)
+    spec: OptimizerSpec | None = None if optimizer is None else OptimizerSpec(optimizer)
     left_out = {"state"} if "states" in without else set()
     left_out |= {"score", "last_step"} if "scores" in without else set()
     names = [column for column in file.columns if column not in left_out]
     if "state" in names:
-        made = optimizer_of_width(name, file.columns["state"][1], dim, optimizer)
+        spec = optimizer_of_width(name, file.columns["state"][1], dim, optimizer)
     width = sum(dtype.itemsize * (n or 1) for dtype, n in file.columns.values())
 
     def read(batch_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -249,7 +249,7 @@ def row_table(
             entries = {COLUMNS[column]: tensor for column, tensor in batch.items()}
             states = entries.pop("states", None)
             if states is not None:
-                entries |= split_states(states.float(), made, dim)
+                entries |= split_states(states.float(), spec, dim)
             entries["ids"] = entries["ids"].long()
             if "scores" in entries:
                 entries["scores"] = entries["scores"].view(torch.int64)
@@ -264,7 +264,7 @@ def row_table(
         dtype,
         file.entries,
         read,
-        made,
+        spec,
         eviction or ("lfu" if has_scores else "lru"),
         _last(file) if "last_step" in names else 0,
     )

@@ -113,27 +113,27 @@ def completed(
         given_scores: whether scores are given scores, not counts.
     """
     n = len(entries["ids"])
-    made = dict(entries)
+    result = dict(entries)
     states = states_of(optimizer)
     widths = {state_name(k): table.dim for k in range(states.of_columns)}
     if states.of_rows:
         widths[ROW_STATES] = states.of_rows
     for name, width in widths.items():
-        if name not in made:
-            made[name] = torch.zeros(n, width)
+        if name not in result:
+            result[name] = torch.zeros(n, width)
     steps, scores = entries.get("last_steps"), entries.get("scores")
     if steps is None:
-        made["last_steps"] = torch.full((n,), clock).to(torch.int32)
+        result["last_steps"] = torch.full((n,), clock).to(torch.int32)
     else:
         # Steps are unsigned numbers in a signed dtype.
         shifted = (steps.long() & 0xFFFFFFFF) + (clock - table.clock)
-        made["last_steps"] = shifted.to(torch.int32)
+        result["last_steps"] = shifted.to(torch.int32)
     if scores is None:
         # An id whose lookups were not counted gets the count 1.
-        made["scores"] = torch.zeros(n).long() if given_scores else torch.ones(n).long()
+        result["scores"] = torch.zeros(n).long() if given_scores else torch.ones(n).long()
     elif not given_scores:
-        made["scores"] = scores.clamp(min=1)
-    return made
+        result["scores"] = scores.clamp(min=1)
+    return result
 
 
 def optimizer_of_width(name: str, width: int, dim: int, given: str | None) -> OptimizerSpec:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 #: Maximal number of parts. Each part has files of its own.
-MOST_PARTS = 4096
+MAX_PARTS = 4096
 
 
 class Spill:

@@ -19,7 +19,7 @@ from torchrec_hkv.backends.specs import TableShard
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
 from torchrec_hkv.checkpoint.conversion.source import Eviction, SourceTable, completed
-from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
+from torchrec_hkv.checkpoint.conversion.spill import MAX_PARTS, Spill
 from torchrec_hkv.checkpoint.record import (
     TABLES,
     TENSORS,
@@ -129,7 +129,7 @@ class _TableWriter:
         """Writes all shards of the table and returns its record."""
         batch_bytes = options.batch_bytes
         wanted = -(-_COPIES * self._table.bytes // batch_bytes)
-        parts = max(1, min(wanted, MOST_PARTS))
+        parts = max(1, min(wanted, MAX_PARTS))
         shards = []
         with self._spill(folder / _SPILL, parts) as spill:
             for batch in self._table.read(batch_bytes // 4):
@@ -201,10 +201,10 @@ class _TableWriter:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with unreported():
             lookup.save_files(shard.key, folder / name, dataclasses.replace(options, save=save))
-        held = self._backend.saved_folder(folder / name)
-        self.ids += held.entries
+        saved = self._backend.saved_folder(folder / name)
+        self.ids += saved.entries
         advance(n * self._table.entry_bytes)
-        return TableShardRecord(name, owners, (0, self._table.dim), held.entries, held.crc32)
+        return TableShardRecord(name, owners, (0, self._table.dim), saved.entries, saved.crc32)
 
     def _check_once(self, ids: Tensor) -> None:
         ordered = ids.sort().values

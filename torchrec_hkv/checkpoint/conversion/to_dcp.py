@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
-from torchrec_hkv.checkpoint.conversion.spill import MOST_PARTS, Spill
-from torchrec_hkv.checkpoint.opened import OpenedTable, initial_rows_of
+from torchrec_hkv.checkpoint.conversion.spill import MAX_PARTS, Spill
+from torchrec_hkv.checkpoint.saved_checkpoint import OpenedTable, initial_rows_of
 from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
 from torchrec_hkv.hash_table.stored_rows import number_dtype
@@ -64,11 +64,11 @@ def write_dcp(
         ids = {}
         with DcpWriter(saving) as writer:
             for table in tables:
-                made = _Table(table, rows.get(table.name), with_states, batch_bytes)
-                ids[table.name] = made.write(writer, model, names[table.name], saving / _SPILL)
+                dcp_table = _DcpTable(table, rows.get(table.name), with_states, batch_bytes)
+                ids[table.name] = dcp_table.write(writer, model, names[table.name], saving / _SPILL)
             if tensors is not None:
-                source, kept = tensors
-                for key, name in kept.items():
+                source, new_names = tensors
+                for key, name in new_names.items():
                     writer.copy(source, key, name)
             writer.finish()
         saving.rename(path)
@@ -79,7 +79,7 @@ def write_dcp(
     return ids
 
 
-class _Table:
+class _DcpTable:
     def __init__(
         self, table: OpenedTable, rows: int | None, with_states: bool, batch_bytes: int
     ) -> None:
@@ -117,7 +117,7 @@ class _Table:
         """Writes the table and returns its number of ids."""
         table = self._table
         width = 2 * table.entry_bytes()
-        parts = min(max(1, -(-_COPIES * self._rows * width // self._batch_bytes)), MOST_PARTS)
+        parts = min(max(1, -(-_COPIES * self._rows * width // self._batch_bytes)), MAX_PARTS)
         size = -(-self._rows // parts)
         spill = Spill(folder, lambda ids: ids // size)
         count = 0

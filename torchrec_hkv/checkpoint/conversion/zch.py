@@ -121,17 +121,17 @@ def find_remappings(folder: DcpFolder, model: str) -> dict[str, Remapping]:
         match = _KEY.fullmatch(key)
         if match is None or not key.startswith(model):
             continue
-        own, prefix = match["own"], match["prefix"]
+        tensor_name, prefix = match["own"], match["prefix"]
         kinds = ("embedding_bags", "embeddings")
-        weights = {kind: f"{prefix}_embedding_module.{kind}.{own}.weight" for kind in kinds}
+        weights = {kind: f"{prefix}_embedding_module.{kind}.{tensor_name}.weight" for kind in kinds}
         kind = next((kind for kind, weight in weights.items() if weight in folder.entries), None)
         if kind is None:
             raise ValueError(
-                f"{folder.path} has the ids of table {own!r}, {key!r}, but not its rows, "
+                f"{folder.path} has the ids of table {tensor_name!r}, {key!r}, but not its rows, "
                 f"{weights['embedding_bags']!r}."
             )
-        begin = f"{prefix}{_MODULES}{own}."
+        begin = f"{prefix}{_MODULES}{tensor_name}."
         entries = [name for name in folder.entries if name.startswith(begin)]
-        table = f"{prefix.removeprefix(model)}{kind}.{own}"
+        table = f"{prefix.removeprefix(model)}{kind}.{tensor_name}"
         found[weights[kind]] = Remapping(table, folder, entries, begin)
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrec_hkv import _C, checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
-from torchrec_hkv.hash_table.files.file_names import left_name
+from torchrec_hkv.hash_table.files.file_names import removed_ids_name
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.manifest_parts import DeltaContent, reduced_of
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
@@ -27,22 +27,22 @@ from torchrec_hkv.write_behind_file import WriteBehindFile
 
 #: Bytes of a pair of slot and id.
 _PAIR_BYTES = 16
-_SEE_BYTES = 64 << 20
+_BASELINE_BATCH_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundChanges:
-    """The changes found by :meth:`ChangeTracker.look`.
+class TableChanges:
+    """The changes found by :meth:`ChangeTracker.find_changes`.
 
     Attributes:
         slots: int64, ascending, in host memory: slots whose entries changed or are new. None if the
             whole table must be saved.
-        changes: returns the description for the manifest, after the file of ids that left is
+        delta_content: returns the description for the manifest, after the file of ids that left is
             written. None if the whole table must be saved.
     """
 
     slots: Tensor | None = None
-    changes: Callable[[], DeltaContent | None] = lambda: None
+    delta_content: Callable[[], DeltaContent | None] = lambda: None
 
 
 class ChangeTracker:
@@ -66,7 +66,7 @@ class ChangeTracker:
         group.add_listener(self)
 
     def forget(self) -> None:
-        """Makes the next :meth:`look` find the whole table changed."""
+        """Makes the next :meth:`find_changes` find the whole table changed."""
         self._first_open = None
 
     def note_changed(self, table: int, slots: Tensor) -> None:
@@ -74,8 +74,8 @@ class ChangeTracker:
         if table == self._table and self._first_open is not None:
             self._noted.append(slots.cpu())
 
-    def see(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
-        """Makes the next :meth:`look` find only the changes from now on.
+    def start_from(self, folder: Path, states: bool, row_dtype: torch.dtype | None) -> bool:
+        """Makes the next :meth:`find_changes` find only the changes from now on.
 
         Call it within ``group.unchanged()``, after the table was loaded from a folder.
 
@@ -97,17 +97,17 @@ class ChangeTracker:
         ):
             return False
         self.forget()
-        self.look(folder, "", _SEE_BYTES, [])
+        self.find_changes(folder, "", _BASELINE_BATCH_BYTES, [])
         return True
 
-    def look(
+    def find_changes(
         self,
         folder: Path,
         save_name: str,
         batch_bytes: int,
         written: list[Path],
         handle: SaveHandle | None = None,
-    ) -> FoundChanges:
+    ) -> TableChanges:
         """Finds what changed since the last look, and writes which ids left their slots.
 
         Call it within ``group.unchanged()``. If the save fails, call :meth:`forget`.
@@ -128,9 +128,9 @@ class ChangeTracker:
         batch = max(1, batch_bytes // COMPARE_BYTES)
         if since is None:
             self._snapshot.take(batch)
-            found = FoundChanges()
+            found = TableChanges()
         else:
-            path = folder / left_name(save_name)
+            path = folder / removed_ids_name(save_name)
             written.append(path)
             found = self._compare(since, path, batch, noted, handle)
         self._first_open, self._rewrites = first_open, rewrites
@@ -143,22 +143,24 @@ class ChangeTracker:
         batch: int,
         noted: Tensor | None,
         handle: SaveHandle | None,
-    ) -> FoundChanges:
+    ) -> TableChanges:
         changed = []
         left = 0
         with WriteBehindFile(path, handle) as file:
             for found in self._snapshot.compare(since, batch, noted):
                 changed.append(found.slots.cpu())
-                pairs = torch.stack([found.gone_slots, found.gone_ids], dim=1).cpu()
+                pairs = torch.stack([found.vacated_slots, found.previous_ids], dim=1).cpu()
                 file.write(host_memory(pairs))
                 left += len(pairs)
         entries = self._snapshot.entries
-        return FoundChanges(
+        return TableChanges(
             torch.cat(changed), lambda: DeltaContent(entries, path.name, left, file.crc32)
         )
 
 
-def read_left(folder: Path, changes: DeltaContent, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def read_removed_ids(
+    folder: Path, changes: DeltaContent, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Reads the pairs of a slot that held another id before, and that id: int64 tensors with at
     most ``batch`` pairs at a time."""
     with open(folder / changes.left_file, "rb") as file:
@@ -167,7 +169,7 @@ def read_left(folder: Path, changes: DeltaContent, batch: int) -> Iterator[tuple
             yield pairs[:, 0], pairs[:, 1]
 
 
-def verify_left(folder: Path, changes: DeltaContent, slots: int, batch_bytes: int) -> None:
+def verify_removed_ids(folder: Path, changes: DeltaContent, slots: int, batch_bytes: int) -> None:
     """Verifies a file of ids that left.
 
     Args:

@@ -123,29 +123,33 @@ def load_counts(
     kind = kind_of(group.tables[table].admission)
     if kind is None:
         return
-    met = [
+    overlapping = [
         part
         for part in saved
         if (part.counts.kind, part.counts.cell_bits) == (kind.name, kind.cell_bits)
         and _overlap(part.owners, owners)
     ]
-    if len(met) == 1 and met[0].counts.bytes == kind.bytes and met[0].owners == owners:
-        pieces = _copied(met[0], batch_bytes)
+    if (
+        len(overlapping) == 1
+        and overlapping[0].counts.bytes == kind.bytes
+        and overlapping[0].owners == owners
+    ):
+        pieces = _copied(overlapping[0], batch_bytes)
     elif kind.name == "cells":
-        pieces = _moved_cells(met, owners, kind.bytes, batch_bytes)
-    elif met and all(part.counts.bytes == kind.bytes for part in met):
-        pieces = _added_sketches(met, kind, batch_bytes)
+        pieces = _moved_cells(overlapping, owners, kind.bytes, batch_bytes)
+    elif overlapping and all(part.counts.bytes == kind.bytes for part in overlapping):
+        pieces = _added_sketches(overlapping, kind, batch_bytes)
     else:
         return
     for first, piece in pieces:
         group.write_admission(table, first, piece)
 
 
-def _pieces(size: int, most: int) -> Iterator[tuple[int, int]]:
+def _pieces(size: int, maximum: int) -> Iterator[tuple[int, int]]:
     """Splits ``size`` bytes into pieces of whole sets; yields offset and size of each."""
-    most = max(SET_BYTES, most // SET_BYTES * SET_BYTES)
-    for first in range(0, size, most):
-        yield first, min(most, size - first)
+    maximum = max(SET_BYTES, maximum // SET_BYTES * SET_BYTES)
+    for first in range(0, size, maximum):
+        yield first, min(maximum, size - first)
 
 
 def _read(path: Path, first: int, n: int) -> Tensor:

@@ -72,16 +72,16 @@ def _digest(group: TableGroup, table: int, batch_bytes: int) -> tuple[int, int]:
             total += _sum(ids, _SCALE, _bits(batch["scales"]))
         if "states" not in batch:
             continue
-        own = _bits(batch["states"])
+        state_bits = _bits(batch["states"])
         if group.optimizer is None:  # states that belong to no optimizer and no column
-            total += _sum(ids, _STATE, own, torch.arange(own.shape[1], device=device))
+            total += _sum(ids, _STATE, state_bits, torch.arange(state_bits.shape[1], device=device))
             continue
         for k in range(states.of_columns):
-            part = own[:, k * spec.dim : (k + 1) * spec.dim]
+            part = state_bits[:, k * spec.dim : (k + 1) * spec.dim]
             total += _sum(ids, _STATE + k, part, columns)
         for k in range(states.of_rows):
             at = states.of_columns * spec.dim + k
-            part = own[:, at : at + 1].expand(-1, spec.dim)
+            part = state_bits[:, at : at + 1].expand(-1, spec.dim)
             total += _sum(ids, _STATE + states.of_columns + k, part, columns)
     return entries, int(total) & _MASK
 

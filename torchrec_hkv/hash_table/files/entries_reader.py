@@ -62,8 +62,8 @@ def read_entries(
                     picked = slots.pick(layer, batch["slots"])
                     if not is_inside:
                         owner = owner_rank(batch["ids"], OWNERS)
-                        mine = (owner >= owners[0]) & (owner < owners[1])
-                        picked = mine if picked is None else picked & mine
+                        owned = (owner >= owners[0]) & (owner < owners[1])
+                        picked = owned if picked is None else picked & owned
                     if picked is not None:
                         batch = {name: tensor[picked] for name, tensor in batch.items()}
                     yield dequantised(batch)
@@ -77,15 +77,15 @@ def count_owners(part: SavedPart, batch_bytes: int) -> Tensor:
     return counts
 
 
-def owner_ranges(counts: Tensor, most: int) -> list[tuple[int, int]]:
-    """Splits the owner buckets into ranges of at most ``most`` entries. A bucket with more entries
-    is a range by itself.
+def owner_ranges(counts: Tensor, maximum: int) -> list[tuple[int, int]]:
+    """Splits the owner buckets into ranges of at most ``maximum`` entries. A bucket with more
+    entries is a range by itself.
 
     Args:
         counts: number of entries of each owner bucket, int64 ``[65536]``.
-        most: maximal number of entries in a range.
+        maximum: maximal number of entries in a range.
     """
-    return list(dict.fromkeys(ends[:2] for ends in plan_shards(counts, max(1, most))))
+    return list(dict.fromkeys(ends[:2] for ends in plan_shards(counts, max(1, maximum))))
 
 
 def collect_entries(

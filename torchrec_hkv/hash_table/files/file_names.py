@@ -13,7 +13,7 @@ SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-[0-9]{5,}\.safetensors(\.zst)?")
 COUNTS_NAME = re.compile(r"counts-[0-9a-f]{8}\.bin")
 
 
-LEFT_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
+REMOVED_IDS_NAME = re.compile(r"left-[0-9a-f]{8}\.bin")
 
 
 UNFINISHED = f".{MANIFEST}.saving"
@@ -29,11 +29,11 @@ def counts_name(save: str) -> str:
     return f"counts-{save}.bin"
 
 
-def left_name(save: str) -> str:
+def removed_ids_name(save: str) -> str:
     """File name of the ids that left; ``save`` as for :func:`shard_name`."""
     return f"left-{save}.bin"
 
 
 def is_of_table(name: str) -> bool:
     """Whether a file of this name, other than a manifest, belongs to a saved table."""
-    return any(kind.fullmatch(name) for kind in (SHARD_NAME, COUNTS_NAME, LEFT_NAME))
+    return any(kind.fullmatch(name) for kind in (SHARD_NAME, COUNTS_NAME, REMOVED_IDS_NAME))

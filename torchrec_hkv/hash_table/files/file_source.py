@@ -56,12 +56,12 @@ class FileSource(FileTable):
             state_dim = state_dim if reduced.states else 0
             self.fields = fields_of(dim, dtype, state_dim, self.keeps_scores)
 
-    def _owners(self, most: int) -> Iterator[tuple[int | Tensor, Tensor]]:
-        """Yields pairs for at most ``most`` slots at a time: the first slot (all of these slots if
-        only some slots are saved), and the owner bucket of each slot, -1 for free slots."""
+    def _owners(self, maximum: int) -> Iterator[tuple[int | Tensor, Tensor]]:
+        """Yields pairs for at most ``maximum`` slots at a time: the first slot (all of these slots
+        if only some slots are saved), and the owner bucket of each slot, -1 for free slots."""
         total = self.slots if self._only is None else len(self._only)
-        for first in range(0, total, most):
-            slots, owners = self._owners_of(first, min(most, total - first))
+        for first in range(0, total, maximum):
+            slots, owners = self._owners_of(first, min(maximum, total - first))
             yield first if slots is None else slots, owners
 
     def _owners_of(self, first: int, n: int) -> tuple[Tensor | None, Tensor]:

@@ -34,8 +34,8 @@ class FileTarget(FileTable):
 
     def can_have(self, buckets: int, bucket_slots: int) -> bool:
         """Whether the table has this geometry, or can grow to it."""
-        most = self.capacity // self.bucket_slots
-        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= most]
+        maximum = self.capacity // self.bucket_slots
+        sizes = [self.buckets << k for k in range(64) if self.buckets << k <= maximum]
         return bucket_slots == self.bucket_slots and buckets in sizes
 
     def grow(self, manifest: Manifest, exact: bool) -> None:
@@ -67,7 +67,7 @@ class FileTarget(FileTable):
             entries = [tensor[:again] for tensor in displaced]
         return lost
 
-    def restore_together(self, batches: Sequence[dict[str, Tensor]]) -> int:
+    def restore_batches(self, batches: Sequence[dict[str, Tensor]]) -> int:
         """Inserts entries of several files into their own slots, which ascend in each batch;
         returns how many found no slot. For a table on a CPU."""
         self.group.note_restore()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.files.changes import read_left
+from torchrec_hkv.hash_table.files.changes import read_removed_ids
 from torchrec_hkv.hash_table.files.manifest import Manifest
 
 # Number of pairs of slot and id that are read at a time.
@@ -82,7 +82,7 @@ class SlotFilter:
         while self._layer < layer:
             folder, manifest = self._layers[self._layer]
             if manifest.changes is not None:
-                for left, _ in read_left(folder, manifest.changes, _PAIRS):
+                for left, _ in read_removed_ids(folder, manifest.changes, _PAIRS):
                     self._named[left] = True
             self._layer += 1
         picked = ~self._named[slots]

@@ -12,8 +12,8 @@ from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.eviction import KINDS
 from torchrec_hkv.hash_table.files.file_names import (
     COUNTS_NAME,
-    LEFT_NAME,
     MANIFEST,
+    REMOVED_IDS_NAME,
     SHARD_NAME,
     UNFINISHED,
 )
@@ -22,7 +22,7 @@ from torchrec_hkv.hash_table.files.manifest_parts import (
     CountsFile,
     DeltaContent,
     Reduced,
-    Shard,
+    ShardFile,
 )
 from torchrec_hkv.hash_table.files.signed_json import checksum, read_signed, write_signed
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
@@ -33,10 +33,10 @@ from torchrec_hkv.json_schema import (
     Flag,
     Integer,
     Items,
+    JsonPlace,
     Map,
     Number,
     OrNull,
-    Place,
     Text,
 )
 
@@ -45,8 +45,8 @@ VERSION = 2
 #: Number of owner buckets, which the shards together cover.
 OWNERS = 1 << 16
 
-_MOST_CAPACITY = 1 << 37
-_MOST_SLOTS = 1 << 38
+_MAX_CAPACITY = 1 << 37
+_MAX_SLOTS = 1 << 38
 # State layouts: the number of an optimizer, and whether rows count their own steps.
 _LAYOUTS = [int(kind) + own for own in (0, OWN_STEPS) for kind in _C.Optimizer.__members__.values()]
 
@@ -91,7 +91,7 @@ class Manifest:
     optimizer_step: int
     state_layout: int
     entries: int
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     initial_capacity: int | None = None
     counts: CountsFile | None = None
     changes: DeltaContent | None = None
@@ -125,8 +125,8 @@ class Manifest:
             raise ValueError(
                 f"There is no saved table at {folder}: {MANIFEST} can't be read ({error.strerror})."
             ) from None
-        manifest: Manifest = MANIFEST_SCHEMA.read(content, Place(str(path)))
-        check_manifest(manifest, Place(str(path)))
+        manifest: Manifest = MANIFEST_SCHEMA.read(content, JsonPlace(str(path)))
+        check_manifest(manifest, JsonPlace(str(path)))
         return manifest
 
     @property
@@ -183,11 +183,11 @@ _SHARD = Fields(
         "file": Text(SHARD_NAME, "the name of a shard, as shard-0123abcd-00000.safetensors"),
         "owner_begin": Integer(0, OWNERS - 1),
         "owner_end": Integer(1, OWNERS),
-        "entries": Integer(1, _MOST_SLOTS),
+        "entries": Integer(1, _MAX_SLOTS),
         "bytes": Integer(1, 1 << 62),
         "crc32": Map(Text(), CRC32),
     },
-    Shard,
+    ShardFile,
 )
 _COUNTS = Fields(
     {
@@ -201,9 +201,11 @@ _COUNTS = Fields(
 )
 _CHANGES = Fields(
     {
-        "entries": Integer(0, _MOST_SLOTS),
-        "left_file": Text(LEFT_NAME, "the name of a file of what left, as left-0123abcd.bin"),
-        "left": Integer(0, _MOST_SLOTS),
+        "entries": Integer(0, _MAX_SLOTS),
+        "left_file": Text(
+            REMOVED_IDS_NAME, "the name of a file of what left, as left-0123abcd.bin"
+        ),
+        "left": Integer(0, _MAX_SLOTS),
         "left_crc32": CRC32,
     },
     DeltaContent,
@@ -217,16 +219,16 @@ MANIFEST_SCHEMA = Fields(
     {
         "save": SAVE_ID,
         "table": _TABLE,
-        "capacity": Integer(1, _MOST_CAPACITY),
+        "capacity": Integer(1, _MAX_CAPACITY),
         "buckets": Integer(1, (1 << 32) - 1),
         "bucket_slots": Integer(1, 64),
         "clock": Integer(0, (1 << 32) - 1),
         "epoch": Integer(0, (1 << 32) - 1),
         "optimizer_step": Integer(0, (1 << 63) - 1),
         "state_layout": Choice(_LAYOUTS),
-        "entries": Integer(0, _MOST_SLOTS),
+        "entries": Integer(0, _MAX_SLOTS),
         "shards": Items(_SHARD),
-        "initial_capacity": OrNull(Integer(1, _MOST_CAPACITY)),
+        "initial_capacity": OrNull(Integer(1, _MAX_CAPACITY)),
         "counts": OrNull(_COUNTS),
         "changes": _CHANGES,
         "reduced": _REDUCED,

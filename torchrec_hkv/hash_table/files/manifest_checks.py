@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.files.manifest_parts import CountsFile, DeltaContent, Shard
+from torchrec_hkv.hash_table.files.manifest_parts import CountsFile, DeltaContent, ShardFile
 from torchrec_hkv.hash_table.files.state_columns import OWN_STEPS
 from torchrec_hkv.hash_table.initializers import initializer_from_fields
-from torchrec_hkv.json_schema import Place
+from torchrec_hkv.json_schema import JsonPlace
 
 if TYPE_CHECKING:
     from torchrec_hkv.hash_table.files.manifest import Manifest
 
 
-def check_manifest(manifest: Manifest, place: Place) -> None:
+def check_manifest(manifest: Manifest, place: JsonPlace) -> None:
     """Checks that the values of a manifest are consistent.
 
     Raises:
@@ -24,20 +24,20 @@ def check_manifest(manifest: Manifest, place: Place) -> None:
     """
     _check_table(manifest, place)
     _check_geometry(manifest, place)
-    held = sum(shard.entries for shard in manifest.shards)
-    if manifest.entries != held:
-        raise place.of("entries").refuse(manifest.entries, f"what its shards hold, {held}")
+    entries = sum(shard.entries for shard in manifest.shards)
+    if manifest.entries != entries:
+        raise place.of("entries").refuse(manifest.entries, f"what its shards hold, {entries}")
     slots = manifest.buckets * manifest.bucket_slots
     if manifest.entries > slots:
         raise place.of("entries").refuse(manifest.entries, f"at most the number of slots, {slots}")
     _check_shards(manifest.shards, place.of("shards"))
     if manifest.changes is not None:
-        _check_changes(manifest.changes, held, slots, place.of("changes"))
+        _check_changes(manifest.changes, entries, slots, place.of("changes"))
     if manifest.counts is not None:
         _check_counts(manifest.counts, place.of("counts"))
 
 
-def _check_table(manifest: Manifest, place: Place) -> None:
+def _check_table(manifest: Manifest, place: JsonPlace) -> None:
     fields, layout = manifest.table, manifest.state_layout
     if fields["initializer"] is not None:
         try:
@@ -54,21 +54,21 @@ def _check_table(manifest: Manifest, place: Place) -> None:
         )
 
 
-def _check_geometry(manifest: Manifest, place: Place) -> None:
+def _check_geometry(manifest: Manifest, place: JsonPlace) -> None:
     capacity, initial = manifest.capacity, manifest.initial_capacity
     if initial is not None and initial > capacity:
         raise place.of("initial_capacity").refuse(initial, f"at most the capacity, {capacity}")
     # Rounding up adds less than one slot per bucket.
     slots = manifest.buckets * manifest.bucket_slots
-    least = capacity if initial is None else initial
-    if not least <= slots < capacity + manifest.buckets:
+    minimum = capacity if initial is None else initial
+    if not minimum <= slots < capacity + manifest.buckets:
         raise place.of("buckets").refuse(
             manifest.buckets,
-            f"as many as hold {least} to {capacity} rows in buckets of {manifest.bucket_slots}",
+            f"as many as hold {minimum} to {capacity} rows in buckets of {manifest.bucket_slots}",
         )
 
 
-def _check_shards(shards: Sequence[Shard], place: Place) -> None:
+def _check_shards(shards: Sequence[ShardFile], place: JsonPlace) -> None:
     names: set[str] = set()
     begin, end = 0, 0
     for index, shard in enumerate(shards):
@@ -85,7 +85,7 @@ def _check_shards(shards: Sequence[Shard], place: Place) -> None:
         begin, end = owners
 
 
-def _check_counts(counts: CountsFile, place: Place) -> None:
+def _check_counts(counts: CountsFile, place: JsonPlace) -> None:
     if (counts.kind == "cells") != (counts.cell_bits == 128):
         allowed = "128" if counts.kind == "cells" else "8 or 16"
         raise place.of("cell_bits").refuse(counts.cell_bits, f"{allowed} for {counts.kind}")
@@ -94,10 +94,11 @@ def _check_counts(counts: CountsFile, place: Place) -> None:
         raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
 
 
-def _check_changes(changes: DeltaContent, held: int, slots: int, place: Place) -> None:
-    if not held <= changes.entries <= slots:
+def _check_changes(changes: DeltaContent, entries: int, slots: int, place: JsonPlace) -> None:
+    if not entries <= changes.entries <= slots:
         raise place.of("entries").refuse(
-            changes.entries, f"from {held}, which the shards hold, to the number of slots, {slots}"
+            changes.entries,
+            f"from {entries}, which the shards hold, to the number of slots, {slots}",
         )
     if changes.left > slots:
         raise place.of("left").refuse(changes.left, f"at most the number of slots, {slots}")

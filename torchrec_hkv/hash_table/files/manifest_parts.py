@@ -8,7 +8,7 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One file of entries.
 
     Attributes:

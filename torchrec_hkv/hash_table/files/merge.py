@@ -16,7 +16,7 @@ from torchrec_hkv.file_sync import sync_folder
 from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.layers import SlotFilter, check_layers
 from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.save_folder import prepare_folder
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
@@ -88,7 +88,7 @@ class _Source:
     source, and their slots."""
 
     path: Path
-    shard: Shard
+    shard: ShardFile
     numbers: Tensor
     slots: Tensor
 
@@ -119,13 +119,13 @@ class _Merge:
                             owner_rank(batch["ids"], OWNERS).long(), minlength=OWNERS
                         )
         size = entry_bytes(self._fields)
-        most = min(
+        maximum = min(
             default_shard_bytes(total * size, 1) // size, self._batch_bytes // 4 // _PLACE_BYTES
         )
         # One file per range, even if an owner bucket is too large for a shard.
-        return list({ends[:2]: ends for ends in plan_shards(counts, max(1, most))}.values())
+        return list({ends[:2]: ends for ends in plan_shards(counts, max(1, maximum))}.values())
 
-    def write(self, path: Path, owners: tuple[int, int]) -> Shard | None:
+    def write(self, path: Path, owners: tuple[int, int]) -> ShardFile | None:
         """Writes the entries of some owner buckets. Writes no file and returns None without any."""
         sources = self._sources(owners)
         if not sources:
@@ -165,13 +165,13 @@ class _Merge:
                 with ShardReader(path, self._fields, shard) as reader:
                     for batch in reader.batches(self._places):
                         owner = owner_rank(batch["ids"], OWNERS)
-                        mine = (owner >= owners[0]) & (owner < owners[1])
+                        owned = (owner >= owners[0]) & (owner < owners[1])
                         picked = picks.pick(layer, batch["slots"])
-                        mine = mine if picked is None else mine & picked
-                        at = mine.nonzero().flatten()
+                        owned = owned if picked is None else owned & picked
+                        at = owned.nonzero().flatten()
                         numbers.append(at + first)
                         slots.append(batch["slots"][at])
-                        first += len(mine)
+                        first += len(owned)
                 source = _Source(path, shard, torch.cat(numbers), torch.cat(slots))
                 if len(source.slots):
                     sources.append(source)

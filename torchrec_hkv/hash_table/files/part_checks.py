@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrec_hkv import _C
-from torchrec_hkv.hash_table.eviction import reads_files_of
+from torchrec_hkv.hash_table.eviction import can_load_policy
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
-from torchrec_hkv.hash_table.files.state_columns import Columns
+from torchrec_hkv.hash_table.files.state_columns import ColumnRange
 from torchrec_hkv.hash_table.files.table_identity import describe
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 
@@ -25,24 +25,24 @@ def check_same_table(group: TableGroup, table: int, parts: Sequence[SavedPart]) 
     here = describe(group, table)
     for part in parts:
         for what in (*here, *part.manifest.table):
-            saved, own = part.manifest.table.get(what), here.get(what)
-            if what == "eviction" and reads_files_of(own, saved):
+            saved, expected = part.manifest.table.get(what), here.get(what)
+            if what == "eviction" and can_load_policy(expected, saved):
                 continue
-            if what not in _MAY_DIFFER and saved != own:
+            if what not in _MAY_DIFFER and saved != expected:
                 raise ValueError(
                     f"{part.folder} is of another table: its {what} is {saved!r}, but that of "
-                    f"table {here['name']!r} is {own!r}."
+                    f"table {here['name']!r} is {expected!r}."
                 )
         if not part.has_no_optimizer:
             _check_optimizer(group, here["name"], part)
 
 
 def _check_optimizer(group: TableGroup, name: str, part: SavedPart) -> None:
-    saved, own = part.manifest.state_layout, group.state_layout
-    if saved != own:
+    saved, expected = part.manifest.state_layout, group.state_layout
+    if saved != expected:
         raise ValueError(
             f"{part.folder} has optimizer states of layout {saved}, but table {name!r} is trained "
-            f"by {group.optimizer}, whose states have layout {own}."
+            f"by {group.optimizer}, whose states have layout {expected}."
         )
     width = part.manifest.table["state_dim"]
     needed = _C.OptimizerConfig(kind=_C.Optimizer.NONE)
@@ -57,9 +57,9 @@ def _check_optimizer(group: TableGroup, name: str, part: SavedPart) -> None:
 
 def check_covered(
     name: str,
-    columns: Columns,
+    columns: ColumnRange,
     owners: tuple[int, int],
-    by_columns: Sequence[tuple[Columns, Sequence[SavedPart]]],
+    by_columns: Sequence[tuple[ColumnRange, Sequence[SavedPart]]],
 ) -> None:
     """Checks that saved shards cover every column and owner bucket of a table.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.files.layers import SlotFilter
 from torchrec_hkv.hash_table.files.manifest import OWNERS
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.read_checks import BatchCheck, ShardCheck
 from torchrec_hkv.hash_table.files.saved_part import SavedPart
 from torchrec_hkv.hash_table.files.shard_files import ShardReader, Staging, entry_bytes
@@ -27,12 +27,12 @@ _COPIES = 3
 Read = tuple[dict[str, Tensor], BatchCheck | None]
 
 
-def read_and_look(
+def read_and_check(
     reader: ShardReader, first: int, n: int, staging: Staging, check: ShardCheck | None
 ) -> Read:
     """Reads entries, and looks at them if there is a check."""
     batch = reader.read(first, n, staging)
-    return batch, None if check is None else check.look(batch)
+    return batch, None if check is None else check.check_batch(batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +72,18 @@ class PartReader:
                     count += int(self._is_of_owners(ids).sum()) if has_others else len(ids)
         return count
 
-    def batches(self, part: SavedPart, least_bytes: int) -> Iterator[dict[str, Tensor]]:
+    def batches(self, part: SavedPart, min_bytes: int) -> Iterator[dict[str, Tensor]]:
         """The entries in a shard; each batch is valid until the next.
 
         Args:
             part: the shard.
-            least_bytes: least number of bytes of an entry, in files or converted.
+            min_bytes: least number of bytes of an entry, in files or converted.
 
         Raises:
             ValueError: a file is missing or cut short or, with ``verify``, damaged.
         """
         fields = part.fields
-        width = max(entry_bytes(fields), least_bytes)
+        width = max(entry_bytes(fields), min_bytes)
         size = max(1, self.batch_bytes // ((self.threads + _COPIES) * width))
         shards = [shard for _, manifest in part.layers for shard in manifest.shards]
         size = min(size, max((shard.entries for shard in shards), default=1))
@@ -95,13 +95,13 @@ class PartReader:
 
             def take() -> Iterator[dict[str, Tensor]]:
                 future, staging, layer, has_others, check = ahead.pop(0)
-                batch, look = future.result()
-                if check is not None and look is not None:
-                    check.add(look, len(batch["ids"]))
+                batch, result = future.result()
+                if check is not None and result is not None:
+                    check.add(result, len(batch["ids"]))
                 picked = slots.pick(layer, batch["slots"])
                 if has_others:
-                    mine = self._is_of_owners(batch["ids"])
-                    picked = mine if picked is None else picked & mine
+                    owned = self._is_of_owners(batch["ids"])
+                    picked = owned if picked is None else picked & owned
                 if picked is not None:
                     batch = {name: tensor[picked] for name, tensor in batch.items()}
                 yield batch
@@ -116,30 +116,32 @@ class PartReader:
                         yield from take()
                     staging = free.pop()
                     n = min(size, shard.entries - first)
-                    future = pool.submit(read_and_look, reader, first, n, staging, check)
+                    future = pool.submit(read_and_check, reader, first, n, staging, check)
                     ahead.append((future, staging, layer, has_others, check))
             while ahead:
                 yield from take()
 
-    def check_of(self, part: SavedPart, layer: int, path: Path, shard: Shard) -> ShardCheck | None:
+    def check_of(
+        self, part: SavedPart, layer: int, path: Path, shard: ShardFile
+    ) -> ShardCheck | None:
         """A check of a file of :meth:`shards`; None if files are not verified."""
         if not self.verify:
             return None
         return ShardCheck(path, part.layers[layer][1], shard, part.owners)
 
-    def shards(self, part: SavedPart) -> Iterator[tuple[int, Path, Shard, bool]]:
+    def shards(self, part: SavedPart) -> Iterator[tuple[int, Path, ShardFile, bool]]:
         """Files of a shard that may hold ids of the owner buckets: for each, the index of the
         layer, the path, its description, and whether it may also hold other ids."""
         for layer, (folder, manifest) in enumerate(part.layers):
             for shard in manifest.shards:
                 # The files of a shard cover all owner buckets, even those that the shard did not
                 # hold.
-                held = (
+                owners = (
                     max(shard.owner_begin, part.owners[0]),
                     min(shard.owner_end, part.owners[1]),
                 )
-                if max(held[0], self.owners[0]) < min(held[1], self.owners[1]):
-                    yield layer, folder / shard.file, shard, not self._covers(held)
+                if max(owners[0], self.owners[0]) < min(owners[1], self.owners[1]):
+                    yield layer, folder / shard.file, shard, not self._covers(owners)
 
     def _covers(self, owners: tuple[int, int]) -> bool:
         return self.owners[0] <= owners[0] and owners[1] <= self.owners[1]

@@ -21,14 +21,14 @@ from torchrec_hkv.hash_table.files.file_table import FileTable
 from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.limits import BATCH_BYTES
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.page_ahead import pages_ahead
+from torchrec_hkv.hash_table.files.parallel_files import can_read_in_parallel, rounds
 from torchrec_hkv.hash_table.files.part_checks import check_covered, check_same_table
 from torchrec_hkv.hash_table.files.part_reader import PartReader
+from torchrec_hkv.hash_table.files.prefault import prefault_pages
 from torchrec_hkv.hash_table.files.saved_part import SavedPart, saved_rows
 from torchrec_hkv.hash_table.files.shard_checks import check_unique
 from torchrec_hkv.hash_table.files.shard_files import dequantised, entry_bytes
-from torchrec_hkv.hash_table.files.side_by_side import can_read_side_by_side, rounds
-from torchrec_hkv.hash_table.files.state_columns import Columns, StateColumns, copy_columns
+from torchrec_hkv.hash_table.files.state_columns import ColumnRange, StateColumns, copy_columns
 from torchrec_hkv.hash_table.files.table_load import SAFE_LOAD
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initial_rows import initial_rows
@@ -36,7 +36,7 @@ from torchrec_hkv.hash_table.initial_rows import initial_rows
 _ops = torch.ops.torchrec_hkv
 
 # Bytes per slot that the search for repeated ids takes.
-_LOOK_BYTES = 64
+_LOOKUP_BYTES = 64
 
 
 class PartsLoad:
@@ -84,11 +84,13 @@ class PartsLoad:
         self._spec = group.tables[table]
         self.name = group.labels[table]
         self._target = FileTarget(group, table, batch_bytes)
-        self.columns = Columns(self._spec.column_offset, self._spec.column_offset + self._spec.dim)
+        self.columns = ColumnRange(
+            self._spec.column_offset, self._spec.column_offset + self._spec.dim
+        )
         self._parts = [
             part
             for part in parts
-            if part.columns.common(self.columns).width > 0
+            if part.columns.intersection(self.columns).width > 0
             and max(part.owners[0], owners[0]) < min(part.owners[1], owners[1])
         ]
         # Sorted by first column.
@@ -206,21 +208,21 @@ class PartsLoad:
 
     def _fill(self, exact: bool) -> int:
         lost = filled = 0
-        least = entry_bytes(self._target.fields)
+        minimum = entry_bytes(self._target.fields)
         for columns, parts in self._by_columns:
             for part in parts:
-                if exact and not filled and self._is_side_by_side(part, columns):
-                    lost += self._fill_side_by_side(part, least)
+                if exact and not filled and self._can_fill_in_parallel(part, columns):
+                    lost += self._fill_in_parallel(part, minimum)
                     continue
-                with contextlib.closing(self._reader.batches(part, least)) as batches:
+                with contextlib.closing(self._reader.batches(part, minimum)) as batches:
                     for batch in batches:
                         if not self._target.is_int8:
                             batch = dequantised(batch)
                         if filled:
-                            self._write_beside(batch, columns, filled)
+                            self._write_other_columns(batch, columns, filled)
                         else:
                             lost += self._target.restore(self._as_target(batch, columns), exact)
-            filled += columns.common(self.columns).width
+            filled += columns.intersection(self.columns).width
         if lost and exact:
             raise ValueError(
                 f"{self._parts[0].folder} is inconsistent: {lost} of its slots occur twice."
@@ -234,23 +236,23 @@ class PartsLoad:
             self._check_unique()
         return lost
 
-    def _is_side_by_side(self, part: SavedPart, columns: Columns) -> bool:
+    def _can_fill_in_parallel(self, part: SavedPart, columns: ColumnRange) -> bool:
         on_cpu = self._group.device.type == "cpu"
-        return on_cpu and columns == self.columns and can_read_side_by_side(self._reader, part)
+        return on_cpu and columns == self.columns and can_read_in_parallel(self._reader, part)
 
-    def _fill_side_by_side(self, part: SavedPart, least: int) -> int:
+    def _fill_in_parallel(self, part: SavedPart, minimum: int) -> int:
         """Restores the entries of a shard's files to their own slots; returns the number of
         entries that found none."""
         lost = 0
         table = FileTable(self._group, self._table, self._batch_bytes)
         with (
-            pages_ahead(table, self.entries),
-            contextlib.closing(rounds(self._reader, part, least)) as found,
+            prefault_pages(table, self.entries),
+            contextlib.closing(rounds(self._reader, part, minimum)) as found,
         ):
             for batches in found:
                 if not self._target.is_int8:
                     batches = [dequantised(batch) for batch in batches]
-                lost += self._target.restore_together(batches)
+                lost += self._target.restore_batches(batches)
         return lost
 
     def _check_unique(self) -> None:
@@ -268,7 +270,7 @@ class PartsLoad:
         group, table = self._group, self._table
         if group.device.type == "cpu":
             return _ops.find_repeated(group.counter_tensor, group.handle, table) >= 0
-        at_a_time = max(1, self._batch_bytes // _LOOK_BYTES)
+        at_a_time = max(1, self._batch_bytes // _LOOKUP_BYTES)
         for first in range(0, group.present_slots(table), at_a_time):
             n = min(at_a_time, group.present_slots(table) - first)
             place = (group.counter_tensor, group.handle, table)
@@ -288,7 +290,7 @@ class PartsLoad:
         slots = group.find(ids, offsets, 1)
         return torch.where(slots >= 0, slots - first, slots)
 
-    def _as_target(self, batch: dict[str, Tensor], columns: Columns) -> dict[str, Tensor]:
+    def _as_target(self, batch: dict[str, Tensor], columns: ColumnRange) -> dict[str, Tensor]:
         """Entries with the table's columns. Columns to be read later get initial values."""
         if columns == self.columns:
             return batch
@@ -310,10 +312,10 @@ class PartsLoad:
             batch["rows"], given, columns, rows, states, self.columns, self._states, filled=0
         )
         names = {field.name for field in self._target.fields}
-        made = {**batch, "rows": rows, "states": states}
-        return {name: tensor for name, tensor in made.items() if name in names}
+        converted = {**batch, "rows": rows, "states": states}
+        return {name: tensor for name, tensor in converted.items() if name in names}
 
-    def _states_of(self, batch: dict[str, Tensor], columns: Columns) -> Tensor:
+    def _states_of(self, batch: dict[str, Tensor], columns: ColumnRange) -> Tensor:
         """States of entries; zeros if the files have none."""
         width = self._states.of_columns * columns.width + self._states.of_rows
         return batch["states"] if "states" in batch else torch.zeros(len(batch["ids"]), width)
@@ -331,7 +333,9 @@ class PartsLoad:
     def _state_dim(self) -> int:
         return _C.table_layout(self._group.handle, self._table)[2]
 
-    def _write_beside(self, batch: dict[str, Tensor], columns: Columns, filled: int) -> None:
+    def _write_other_columns(
+        self, batch: dict[str, Tensor], columns: ColumnRange, filled: int
+    ) -> None:
         """Writes further columns into the entries of the same ids. Skips ids that are not in the
         table: they were left out, or the shard of the first column lacked them."""
         group, table, device = self._group, self._table, self._group.device
@@ -339,8 +343,8 @@ class PartsLoad:
         slots = self._find(ids)
         there = (slots >= 0).nonzero().flatten()
         slots = slots[there]
-        kept = _ops.read_slots(group.handle, table, slots)
-        own_ids, rows, last_steps, scores, states = kept
+        current = _ops.read_slots(group.handle, table, slots)
+        own_ids, rows, last_steps, scores, states = current
         given = self._states_of(batch, columns).to(device)
         copy_columns(
             batch["rows"].to(device)[there],

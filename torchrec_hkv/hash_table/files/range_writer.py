@@ -14,7 +14,7 @@ from torchrec_hkv import progress
 from torchrec_hkv.hash_table.files.block_files import copy_to_host
 from torchrec_hkv.hash_table.files.file_names import shard_name
 from torchrec_hkv.hash_table.files.file_source import FileSource
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.shard_files import (
     ShardWriter,
     Staging,
@@ -49,7 +49,7 @@ class RangeWriter:
     ) -> None:
         self.owners = owners
         #: Descriptions of the written files for the manifest.
-        self.shards: list[Shard] = []
+        self.shards: list[ShardFile] = []
         self._name, self._pool, self._compression = name, staging, compression
         self._to_come, self._written = list(reversed(files)), written
         self._staging: Staging | None = None
@@ -95,14 +95,16 @@ class RangeWriter:
         self._begin_batch()
 
     def _begin_batch(self) -> None:
-        self._memory = self._writer.memory(min(self._writer.room, self._staging.entries))
+        self._memory = self._writer.memory(
+            min(self._writer.remaining_entries, self._staging.entries)
+        )
         self._filled = 0
 
     def _write(self) -> None:
         writer = self._writer
         writer.write(self._filled)
         advance(self._filled * entry_bytes(self._staging.fields))
-        if writer.room:
+        if writer.remaining_entries:
             self._begin_batch()
             return
         shard = writer.finish()
@@ -117,7 +119,7 @@ class RangeWriter:
             self._writer.__exit__()
             self._writer = None
 
-    def finish(self) -> list[Shard]:
+    def finish(self) -> list[ShardFile]:
         """Finishes the files after the last entry; returns :attr:`shards`.
 
         Raises:
@@ -131,7 +133,7 @@ class RangeWriter:
         """Closes the files, also after an error."""
         self._end_file()
         if self._staging is not None:
-            self._pool.give(self._staging)
+            self._pool.put(self._staging)
             self._staging = None
 
 
@@ -153,7 +155,7 @@ class StagingPool:
         except IndexError:
             return self._make()
 
-    def give(self, staging: Staging) -> None:
+    def put(self, staging: Staging) -> None:
         """Returns a batch to the pool."""
         self._free.append(staging)
 
@@ -216,7 +218,7 @@ def write_shards(source: FileSource, writers: list[RangeWriter], threads: int) -
             write(writer)
     else:
         with ThreadPoolExecutor(
-            threads, initializer=progress.adopt, initargs=(progress.current(),)
+            threads, initializer=progress.use_progress, initargs=(progress.current(),)
         ) as pool:
             list(pool.map(write, writers))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_hkv import checksums
 from torchrec_hkv.hash_table.files.block_files import host_memory
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 
 _ops = torch.ops.torchrec_hkv
 # The polynomial of CRC-32 with its bits reversed, as in zlib.
@@ -83,7 +83,7 @@ class ShardCheck:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, shard: Shard, owners: tuple[int, int]
+        self, path: Path, manifest: Manifest, shard: ShardFile, owners: tuple[int, int]
     ) -> None:
         self._path, self._manifest, self._shard = path, manifest, shard
         self._owners = (max(shard.owner_begin, owners[0]), min(shard.owner_end, owners[1]))
@@ -92,7 +92,7 @@ class ShardCheck:
         self._entries = 0
         self._is_sound = True
 
-    def look(self, batch: Mapping[str, Tensor]) -> BatchCheck:
+    def check_batch(self, batch: Mapping[str, Tensor]) -> BatchCheck:
         """Looks at a batch; several threads may do so at the same time."""
         crc32 = {}
         for name, tensor in batch.items():
@@ -103,16 +103,16 @@ class ShardCheck:
         is_sound = _ops.are_placed(ids, slots, *geometry, *self._owners)
         return BatchCheck(crc32, int(slots[0]), int(slots[-1]), is_sound)
 
-    def add(self, look: BatchCheck, entries: int) -> None:
+    def add(self, result: BatchCheck, entries: int) -> None:
         """Adds the result of a batch. Call it in the order of the file.
 
         Raises:
             ValueError: this was the last batch, and the shard is damaged or inconsistent.
         """
-        for name, (crc32, size) in look.crc32.items():
+        for name, (crc32, size) in result.crc32.items():
             self._crc32[name] = combined_crc32(self._crc32[name], crc32, size)
-        self._is_sound = self._is_sound and look.is_sound and look.first_slot > self._last_slot
-        self._last_slot = look.last_slot
+        self._is_sound = self._is_sound and result.is_sound and result.first_slot > self._last_slot
+        self._last_slot = result.last_slot
         self._entries += entries
         if self._entries < self._shard.entries:
             return

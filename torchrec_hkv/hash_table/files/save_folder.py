@@ -35,10 +35,10 @@ def prepare_folder(folder: Path) -> None:
                 f"{folder / name} is a folder, but a save writes a file of that name: move it away."
             )
     try:
-        kept = Manifest.read(folder)
+        manifest = Manifest.read(folder)
     except ValueError:
         return  # the next commit removes other files
-    remove_others(folder, kept)
+    remove_others(folder, manifest)
 
 
 def remove_others(folder: Path, manifest: Manifest) -> None:

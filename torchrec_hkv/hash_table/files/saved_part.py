@@ -9,7 +9,7 @@ from pathlib import Path
 from torchrec_hkv.hash_table.files.layers import check_layers
 from torchrec_hkv.hash_table.files.manifest import Manifest
 from torchrec_hkv.hash_table.files.shard_files import Field, manifest_fields
-from torchrec_hkv.hash_table.files.state_columns import Columns
+from torchrec_hkv.hash_table.files.state_columns import ColumnRange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ class SavedPart:
         return [(self.folder, self.manifest), *self.earlier]
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ColumnRange:
         """The columns of the shard."""
         begin = self.manifest.table["column_offset"]
-        return Columns(begin, begin + self.manifest.table["dim"])
+        return ColumnRange(begin, begin + self.manifest.table["dim"])
 
     @property
     def fields(self) -> tuple[Field, ...]:

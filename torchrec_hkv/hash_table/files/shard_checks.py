@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, Shard
+from torchrec_hkv.hash_table.files.manifest import OWNERS, Manifest, ShardFile
 from torchrec_hkv.hash_table.files.shard_files import (
     Field,
     ShardReader,
@@ -24,7 +24,7 @@ _ops = torch.ops.torchrec_hkv
 def verify_shard(
     folder: Path,
     manifest: Manifest,
-    shard: Shard,
+    shard: ShardFile,
     batch_bytes: int,
     owners: tuple[int, int] = (0, OWNERS),
 ) -> None:
@@ -79,7 +79,7 @@ def verify_shard(
 def check_unique(
     folder: Path,
     manifest: Manifest,
-    shard: Shard,
+    shard: ShardFile,
     fields: Sequence[Field],
     batch_bytes: int,
 ) -> None:

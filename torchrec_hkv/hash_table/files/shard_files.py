@@ -25,7 +25,7 @@ from torchrec_hkv.hash_table.files.block_files import (
     host_memory,
 )
 from torchrec_hkv.hash_table.files.manifest import Manifest
-from torchrec_hkv.hash_table.files.manifest_parts import Shard
+from torchrec_hkv.hash_table.files.manifest_parts import ShardFile
 from torchrec_hkv.hash_table.files.zstd_files import SUFFIX, ZstdFile, compress
 
 # The format's names. Steps and scores are unsigned, but tables exchange them as signed integers.
@@ -129,7 +129,7 @@ def entry_bytes(fields: Sequence[Field]) -> int:
     return sum(field.entry_bytes for field in fields)
 
 
-def _header(fields: Sequence[Field], shard: Shard) -> bytes:
+def _header(fields: Sequence[Field], shard: ShardFile) -> bytes:
     owners = f"{shard.owner_begin}-{shard.owner_end - 1}"
     tensors: dict[str, object] = {
         "__metadata__": {"format": "torchrec_hkv.hash_table", "owner_buckets": owners}
@@ -145,7 +145,7 @@ def _header(fields: Sequence[Field], shard: Shard) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _starts(fields: Sequence[Field], shard: Shard, header: bytes) -> dict[str, int]:
+def _starts(fields: Sequence[Field], shard: ShardFile, header: bytes) -> dict[str, int]:
     starts, at = {}, len(header)
     for field in fields:
         starts[field.name] = at
@@ -209,7 +209,7 @@ class ShardWriter:
     ) -> None:
         fields = staging.fields
         size = entries * entry_bytes(fields)
-        shard = Shard(path.name, *owners, entries, size, {})
+        shard = ShardFile(path.name, *owners, entries, size, {})
         header = _header(fields, shard)
         self._shard = dataclasses.replace(shard, bytes=len(header) + size)
         self._staging = staging
@@ -263,11 +263,11 @@ class ShardWriter:
         self._staging.keep(field, last - first, end - first)
 
     @property
-    def room(self) -> int:
+    def remaining_entries(self) -> int:
         """Number of entries that are still to be written."""
         return self._shard.entries - self._written
 
-    def finish(self) -> Shard:
+    def finish(self) -> ShardFile:
         """Flushes the file to the disk; returns its description for the manifest."""
         for field in self._staging.fields:
             start, at = self._starts[field.name], self._at[field.name]
@@ -287,7 +287,7 @@ class ShardWriter:
         self._file.close()
 
 
-def compressed(path: Path, shard: Shard) -> Shard:
+def compressed(path: Path, shard: ShardFile) -> ShardFile:
     """Replaces a shard's file by a compressed one; returns its description for the manifest."""
     into = path.with_name(path.name + SUFFIX)
     compress(path, into)
@@ -307,7 +307,7 @@ class ShardReader:
         ValueError: the file is missing, or does not match the manifest.
     """
 
-    def __init__(self, path: Path, fields: Sequence[Field], shard: Shard) -> None:
+    def __init__(self, path: Path, fields: Sequence[Field], shard: ShardFile) -> None:
         self._path = path
         self._fields = fields
         self._shard = shard

@@ -7,12 +7,12 @@ import bisect
 from torch import Tensor
 
 
-def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
-    """Cuts the owner buckets into ranges of at most ``most`` entries.
+def plan_shards(counts: Tensor, maximum: int) -> list[tuple[int, int, int]]:
+    """Cuts the owner buckets into ranges of at most ``maximum`` entries.
 
     Args:
         counts: number of entries of each owner bucket.
-        most: maximal number of entries in a shard.
+        maximum: maximal number of entries in a shard.
 
     Returns:
         ``(begin, end, entries)`` of each shard, ascending and disjoint. A bucket with more entries
@@ -22,8 +22,10 @@ def plan_shards(counts: Tensor, most: int) -> list[tuple[int, int, int]]:
     plan = []
     begin, before = 0, 0
     while before < ends[-1]:
-        end = max(begin + 1, bisect.bisect_right(ends, before + most))
-        held = ends[end - 1] - before
-        plan += [(begin, end, min(most, held - first)) for first in range(0, held, most)]
+        end = max(begin + 1, bisect.bisect_right(ends, before + maximum))
+        entries = ends[end - 1] - before
+        plan += [
+            (begin, end, min(maximum, entries - first)) for first in range(0, entries, maximum)
+        ]
         begin, before = end, ends[end - 1]
     return plan

@@ -43,7 +43,7 @@ class StateColumns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class ColumnRange:
     """Columns ``begin`` to ``end`` of a table."""
 
     begin: int
@@ -53,18 +53,18 @@ class Columns:
     def width(self) -> int:
         return self.end - self.begin
 
-    def common(self, other: Columns) -> Columns:
+    def intersection(self, other: ColumnRange) -> ColumnRange:
         """The common columns; if there are none, ``width`` is not positive."""
-        return Columns(max(self.begin, other.begin), min(self.end, other.end))
+        return ColumnRange(max(self.begin, other.begin), min(self.end, other.end))
 
 
 def copy_columns(
     rows: Tensor,
     states: Tensor,
-    columns: Columns,
+    columns: ColumnRange,
     into_rows: Tensor,
     into_states: Tensor,
-    into: Columns,
+    into: ColumnRange,
     parts: StateColumns,
     *,
     filled: int,
@@ -84,7 +84,7 @@ def copy_columns(
         parts: layout of the states.
         filled: number of columns of ``into`` that were copied before.
     """
-    both = columns.common(into)
+    both = columns.intersection(into)
     width = both.width
     source, target = both.begin - columns.begin, both.begin - into.begin
     into_rows[:, target : target + width] = rows[:, source : source + width]

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchrec_hkv.hash_table.eviction import reads_files_of
-from torchrec_hkv.hash_table.files.changes import verify_left
+from torchrec_hkv.hash_table.eviction import can_load_policy
+from torchrec_hkv.hash_table.files.changes import verify_removed_ids
 from torchrec_hkv.hash_table.files.counts_files import SavedCounts, load_counts, verify_counts
 from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.layers import check_layers
@@ -101,7 +101,7 @@ def _check_fits(folder: Path, manifest: Manifest, target: FileTarget, allow_loss
     """Whether every entry keeps its slot. Raises if the table may be too small."""
     exact = target.can_have(manifest.buckets, manifest.bucket_slots)
     if not exact and not allow_loss:
-        _check_room(folder, manifest, target)
+        _check_capacity(folder, manifest, target)
     return exact
 
 
@@ -161,33 +161,33 @@ def verify(folder: Path, manifest: Manifest, batch_bytes: int = BATCH_BYTES) -> 
         verify_counts(folder, manifest.counts, batch_bytes)
     if manifest.changes is not None:
         slots = manifest.buckets * manifest.bucket_slots
-        verify_left(folder, manifest.changes, slots, batch_bytes)
+        verify_removed_ids(folder, manifest.changes, slots, batch_bytes)
 
 
 def _check_same_table(folder: Path, manifest: Manifest, here: dict[str, Any]) -> None:
     for what in (*here, *manifest.table):
-        saved, own = manifest.table.get(what), here.get(what)
-        if what == "eviction" and reads_files_of(own, saved):
+        saved, expected = manifest.table.get(what), here.get(what)
+        if what == "eviction" and can_load_policy(expected, saved):
             continue
-        if saved != own:
+        if saved != expected:
             raise ValueError(
                 f"{folder} is of another table: its {what} is {saved!r}, but that of table "
-                f"{here['name']!r} is {own!r}."
+                f"{here['name']!r} is {expected!r}."
             )
 
 
 def _check_same_optimizer(folder: Path, manifest: Manifest, group: TableGroup, table: int) -> None:
     # Without an optimizer on either side, states are plain numbers of the user.
-    saved, own = manifest.state_layout, group.state_layout
-    if saved and own and saved != own:
+    saved, expected = manifest.state_layout, group.state_layout
+    if saved and expected and saved != expected:
         raise ValueError(
             f"{folder} has optimizer states of layout {saved}, but table "
             f"{group.tables[table].name!r} is trained by {group.optimizer}, whose states have "
-            f"layout {own}."
+            f"layout {expected}."
         )
 
 
-def _check_room(folder: Path, manifest: Manifest, target: FileTarget) -> None:
+def _check_capacity(folder: Path, manifest: Manifest, target: FileTarget) -> None:
     # With one or two buckets, every entry fits in every slot.
     slots = target.capacity
     safe = slots if slots <= 2 * target.bucket_slots else int(SAFE_LOAD * slots)

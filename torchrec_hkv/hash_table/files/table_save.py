@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torchrec_hkv.file_sync import sync_folder
-from torchrec_hkv.hash_table.files.changes import ChangeTracker, FoundChanges
+from torchrec_hkv.hash_table.files.changes import ChangeTracker, TableChanges
 from torchrec_hkv.hash_table.files.counts_files import write_counts
 from torchrec_hkv.hash_table.files.file_names import counts_name
 from torchrec_hkv.hash_table.files.file_source import FileSource
@@ -37,7 +37,7 @@ from torchrec_hkv.write_behind import SaveHandle, run_or_defer
 
 #: Maximal size of a shard, and minimal size when several threads share a table. A shard of a larger
 #: table may be a sixteenth of it, because writing a shard scans all slots.
-SHARD_BYTES, LEAST_SHARD_BYTES = 1 << 30, 64 << 20
+SHARD_BYTES, MIN_SHARD_BYTES = 1 << 30, 64 << 20
 SHARDS = 16
 
 
@@ -118,11 +118,11 @@ def save(
             )
         if handle is not None:
             handle.on_error(undo)
-        made: list[Manifest] = []
+        manifests: list[Manifest] = []
 
         def write_manifest() -> None:
-            made.append(finish())
-            made[0].write(folder)
+            manifests.append(finish())
+            manifests[0].write(folder)
 
         run_or_defer(handle, write_manifest)
     except BaseException:
@@ -133,7 +133,7 @@ def save(
         raise
 
     def commit() -> None:
-        (manifest,) = made
+        (manifest,) = manifests
         manifest.commit(folder)
         written.clear()  # from here on they are the saved table and must not be deleted
         sync_folder(folder.absolute().parent)
@@ -168,9 +168,9 @@ def _write_files(
     manifest, after the deferred work.
     """
     save_name = os.urandom(4).hex()
-    found = FoundChanges()
+    found = TableChanges()
     if tracker is not None:
-        found = tracker.look(folder, save_name, batch_bytes, written, handle)
+        found = tracker.find_changes(folder, save_name, batch_bytes, written, handle)
     # In a non-blocking save one thread copies, and all ranges are written in parallel.
     share = batch_bytes if handle is not None else max(1, batch_bytes // threads)
     source = FileSource(group, table, share, found.slots, reduced)
@@ -212,7 +212,7 @@ def _write_files(
             known,
             shards=tuple(shard for writer in writers for shard in writer.shards),
             counts=unadmitted(),
-            changes=found.changes(),
+            changes=found.delta_content(),
         )
 
     return finish
@@ -224,7 +224,7 @@ def default_shard_bytes(size: int, threads: int) -> int:
     With several threads each gets two shards or more, so that they end at about the same time.
     There are at most about 16 shards, unless there are more threads.
     """
-    most = SHARD_BYTES
+    maximum = SHARD_BYTES
     if threads > 1:
-        most = min(SHARD_BYTES, max(LEAST_SHARD_BYTES, size // (2 * threads)))
-    return max(most, size // (SHARDS - 1))
+        maximum = min(SHARD_BYTES, max(MIN_SHARD_BYTES, size // (2 * threads)))
+    return max(maximum, size // (SHARDS - 1))

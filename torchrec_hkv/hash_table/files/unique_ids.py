@@ -10,7 +10,7 @@ from torch import Tensor
 _ops = torch.ops.torchrec_hkv
 _ID_BYTES = 8
 # Minimal number of places in a set of ids, because each set reads all ids.
-_LEAST_PLACES = 8192
+_MIN_PLACES = 8192
 
 
 def repeated_id(read: Callable[[], Iterable[Tensor]], entries: int, batch_bytes: int) -> int | None:
@@ -25,24 +25,24 @@ def repeated_id(read: Callable[[], Iterable[Tensor]], entries: int, batch_bytes:
         entries: number of ids.
         batch_bytes: memory limit in bytes.
     """
-    places = 1 << max(_LEAST_PLACES, batch_bytes // _ID_BYTES).bit_length() - 1
+    places = 1 << max(_MIN_PLACES, batch_bytes // _ID_BYTES).bit_length() - 1
     # A set is at most three quarters full.
     places = min(places, 1 << (entries + entries // 3).bit_length())
-    most = places - places // 4
+    maximum = places - places // 4
     ids_of_set = torch.empty(places + 1, dtype=torch.int64)
-    bits = max(0, -(-entries // most) - 1).bit_length()
+    bits = max(0, -(-entries // maximum) - 1).bit_length()
     parts = [(bits, part) for part in range(1 << bits)]
     while parts:
         bits, part = parts.pop()
         ids_of_set.zero_()
-        held = 0
+        inserted = 0
         for ids in read():
-            held, repeated = _ops.add_ids(ids_of_set, held, ids, bits, part)
+            inserted, repeated = _ops.add_ids(ids_of_set, inserted, ids, bits, part)
             if repeated is not None:
                 return repeated
-            if held > most:
+            if inserted > maximum:
                 break
-        if held > most and bits < 63:
+        if inserted > maximum and bits < 63:
             # Unique ids have different hashes, so parts become small enough.
             parts += [(bits + 1, 2 * part), (bits + 1, 2 * part + 1)]
     return None

@@ -97,16 +97,16 @@ class ZstdFile:
         if _HEAD.unpack(os.pread(self._file, _HEAD.size, start)) != (_SKIPPABLE, length):
             raise self._damaged("its table of frames begins elsewhere")
         table = os.pread(self._file, frames * _ENTRY.size, start + _HEAD.size)
-        begins, held = [0], []
+        begins, sizes = [0], []
         for compressed, bytes_held in _ENTRY.iter_unpack(table):
             begins.append(begins[-1] + compressed)
-            held.append(bytes_held)
+            sizes.append(bytes_held)
         # All frames except the last have full size.
-        if begins[-1] != start or any(n != _FRAME_BYTES for n in held[:-1]):
+        if begins[-1] != start or any(n != _FRAME_BYTES for n in sizes[:-1]):
             raise self._damaged("its table names other frames than it has")
-        if held and not 0 < held[-1] <= _FRAME_BYTES:
+        if sizes and not 0 < sizes[-1] <= _FRAME_BYTES:
             raise self._damaged("its table names an impossible frame")
-        self._size = sum(held)
+        self._size = sum(sizes)
         return begins
 
     def size(self) -> int:
@@ -132,7 +132,7 @@ class ZstdFile:
 
     def _frame(self, number: int) -> bytes:
         begin, end = self._begins[number], self._begins[number + 1]
-        held = min(_FRAME_BYTES, self._size - number * _FRAME_BYTES)
+        size = min(_FRAME_BYTES, self._size - number * _FRAME_BYTES)
         compressed = os.pread(self._file, end - begin, begin)
         try:
             data = self._zstandard.ZstdDecompressor().decompress(
@@ -140,6 +140,6 @@ class ZstdFile:
             )
         except self._zstandard.ZstdError as error:
             raise self._damaged(f"frame {number} can't be decompressed ({error})") from None
-        if len(data) != held:
-            raise self._damaged(f"frame {number} holds {len(data)} bytes instead of {held}")
+        if len(data) != size:
+            raise self._damaged(f"frame {number} holds {len(data)} bytes instead of {size}")
         return data

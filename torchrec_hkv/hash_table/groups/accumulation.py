@@ -75,7 +75,7 @@ class Accumulator:
             weights: float32 ``[n]`` or None.
             args: ids, offsets, slots, batch_size, mean, pin, learning_rate, bags, dtype.
         """
-        return _HeldLookup.apply(anchor, weights, self, self._holds, *args)
+        return _AccumulatingLookup.apply(anchor, weights, self, self._holds, *args)
 
     def add(self, backward: PendingGradient) -> None:
         """Stores a backward."""
@@ -86,17 +86,24 @@ class Accumulator:
         rounds, self._rounds = self._rounds, []
         group = self.group
         if self.optimizer is not None:
-            rounds = [self._present(held) for held in rounds]
+            rounds = [self._with_current_slots(pending) for pending in rounds]
             dims = _C.group_feature_dims(group.handle)
             *batch, bags = as_one_batch(rounds, dims)
             _ops.update_rows(group.counters, group.handle, *batch, learning_rate, len(rounds), bags)
 
-    def _present(self, held: PendingGradient) -> PendingGradient:
-        args = (held.slots, held.growths, held.ids, held.offsets, held.batch_size, held.bags)
-        return dataclasses.replace(held, slots=slots_at_present(self.group, *args)[0])
+    def _with_current_slots(self, pending: PendingGradient) -> PendingGradient:
+        args = (
+            pending.slots,
+            pending.growths,
+            pending.ids,
+            pending.offsets,
+            pending.batch_size,
+            pending.bags,
+        )
+        return dataclasses.replace(pending, slots=current_slots(self.group, *args)[0])
 
 
-def slots_at_present(
+def current_slots(
     group: Any,
     slots: Tensor,
     growths: int,
@@ -128,7 +135,7 @@ def slots_at_present(
     return torch.where(slots < 0, slots, found), now
 
 
-class _HeldLookup(torch.autograd.Function):
+class _AccumulatingLookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -149,7 +156,7 @@ class _HeldLookup(torch.autograd.Function):
         group = accumulator.group
         ctx.accumulator, ctx.holds, ctx.learning_rate = accumulator, holds, learning_rate
         where = (slots, pin.growths, ids, offsets, batch_size, bags)
-        slots, ctx.growths = slots_at_present(group, *where)
+        slots, ctx.growths = current_slots(group, *where)
         ctx.save_for_backward(ids, offsets, slots, weights)
         ctx.batch_size, ctx.mean, ctx.bags = batch_size, mean, bags
         ctx.pin = pin
@@ -166,7 +173,7 @@ class _HeldLookup(torch.autograd.Function):
         ids, offsets, slots, weights = ctx.saved_tensors
         accumulator: Accumulator = ctx.accumulator
         where = (slots, ctx.growths, ids, offsets, ctx.batch_size, ctx.bags)
-        slots, growths = slots_at_present(accumulator.group, *where)
+        slots, growths = current_slots(accumulator.group, *where)
         optimizer = accumulator.optimizer
         # A copy, because autograd may reuse the memory of the gradient.
         bound = None if optimizer is None else optimizer.clip_output
@@ -198,64 +205,64 @@ def as_one_batch(rounds: list[PendingGradient], dims: Sequence[int]) -> tuple[An
         grad, ids, offsets, weights, slots, batch_size, mean, bags: arguments of ``update_rows``.
     """
     if len(rounds) == 1:
-        (held,) = rounds
-        batch = (held.grad, held.ids, held.offsets, held.weights, held.slots)
-        return (*batch, held.batch_size, held.mean, held.bags)
-    batch_size, bags = max(held.batch_size for held in rounds), None
-    dtype = functools.reduce(torch.promote_types, (held.grad.dtype for held in rounds))
-    if any(held.bags is not None for held in rounds):
-        bags = tuple(number for held in rounds for number in _bags(held, len(dims)))
-        grad = torch.cat([_flat(held, dims).to(dtype) for held in rounds])
-        starts = [held.offsets[:-1] for held in rounds]
+        (pending,) = rounds
+        batch = (pending.grad, pending.ids, pending.offsets, pending.weights, pending.slots)
+        return (*batch, pending.batch_size, pending.mean, pending.bags)
+    batch_size, bags = max(pending.batch_size for pending in rounds), None
+    dtype = functools.reduce(torch.promote_types, (pending.grad.dtype for pending in rounds))
+    if any(pending.bags is not None for pending in rounds):
+        bags = tuple(number for pending in rounds for number in _bags(pending, len(dims)))
+        grad = torch.cat([_flat(pending, dims).to(dtype) for pending in rounds])
+        starts = [pending.offsets[:-1] for pending in rounds]
     else:
-        grad = torch.cat([_padded(held.grad, batch_size).to(dtype) for held in rounds], dim=1)
-        starts = [_starts(held, batch_size, len(dims)) for held in rounds]
+        grad = torch.cat([_padded(pending.grad, batch_size).to(dtype) for pending in rounds], dim=1)
+        starts = [_starts(pending, batch_size, len(dims)) for pending in rounds]
     first = 0
-    for index, held in enumerate(rounds):
+    for index, pending in enumerate(rounds):
         starts[index] = starts[index] + first
-        first += held.ids.numel()
+        first += pending.ids.numel()
     end = torch.full_like(rounds[0].offsets[:1], first)
     weights = None
-    if any(held.weights is not None for held in rounds):
+    if any(pending.weights is not None for pending in rounds):
         weights = torch.cat(
             [
-                torch.ones_like(held.ids, dtype=torch.float32)
-                if held.weights is None
-                else held.weights
-                for held in rounds
+                torch.ones_like(pending.ids, dtype=torch.float32)
+                if pending.weights is None
+                else pending.weights
+                for pending in rounds
             ]
         )
     return (
         grad,
-        torch.cat([held.ids for held in rounds]),
+        torch.cat([pending.ids for pending in rounds]),
         torch.cat([*starts, end]),
         weights,
-        torch.cat([held.slots for held in rounds]),
+        torch.cat([pending.slots for pending in rounds]),
         batch_size,
         rounds[0].mean,
         bags,
     )
 
 
-def _bags(held: PendingGradient, features: int) -> tuple[int, ...]:
+def _bags(pending: PendingGradient, features: int) -> tuple[int, ...]:
     """Number of bags of each feature."""
-    return (held.batch_size,) * features if held.bags is None else held.bags
+    return (pending.batch_size,) * features if pending.bags is None else pending.bags
 
 
-def _flat(held: PendingGradient, dims: Sequence[int]) -> Tensor:
+def _flat(pending: PendingGradient, dims: Sequence[int]) -> Tensor:
     """The gradient, one feature after the other."""
-    if held.bags is not None:
-        return held.grad
-    return torch.cat([part.flatten() for part in held.grad.split(list(dims), dim=1)])
+    if pending.bags is not None:
+        return pending.grad
+    return torch.cat([part.flatten() for part in pending.grad.split(list(dims), dim=1)])
 
 
-def _starts(held: PendingGradient, batch_size: int, features: int) -> Tensor:
+def _starts(pending: PendingGradient, batch_size: int, features: int) -> Tensor:
     """Offsets of the bags of a batch, with empty bags up to ``batch_size`` for each feature."""
-    size = held.batch_size
+    size = pending.batch_size
     if size == batch_size:
-        return held.offsets[:-1]
-    starts = held.offsets[:-1].view(features, size)
-    ends = held.offsets[size::size] if size else held.offsets.expand(features)
+        return pending.offsets[:-1]
+    starts = pending.offsets[:-1].view(features, size)
+    ends = pending.offsets[size::size] if size else pending.offsets.expand(features)
     return torch.cat(
         [starts, ends.unsqueeze(1).expand(features, batch_size - size)], dim=1
     ).flatten()

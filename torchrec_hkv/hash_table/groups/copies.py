@@ -29,7 +29,7 @@ class GroupCopies(GroupSelection, GroupContents):
     set_clock: Callable[[int], None]
     set_epoch: Callable[[int], None]
     _accumulator: Accumulator
-    _given_state_dim: int | None
+    _state_dim_argument: int | None
     _epoch: int
     _crowded: list[int]
 
@@ -39,28 +39,28 @@ class GroupCopies(GroupSelection, GroupContents):
                 "The tables can't be copied, because gradients are stored for them: first make the "
                 "lookup that applies them."
             )
-        made = type(self)(
-            self.tables, self.feature_tables, self.optimizer, self.device, self._given_state_dim
+        copied = type(self)(
+            self.tables, self.feature_tables, self.optimizer, self.device, self._state_dim_argument
         )
-        memo[id(self)] = made
+        memo[id(self)] = copied
         with self.unchanged():
-            made.set_clock(self.clock)
-            made.set_epoch(self._epoch)
+            copied.set_clock(self.clock)
+            copied.set_epoch(self._epoch)
             for table in range(len(self.tables)):
-                self._copy_entries(made, table)
-                made._group.load_evicted_marks(table, self._group.evicted_marks(table))
-                made._group.load_counts(table, self._group.counts(table))
-                made.fill_frames(table)
-            made.optimizer_steps.copy_(self.optimizer_steps)
-            made.counter_tensor.copy_(self.counter_tensor)
-            made.aged_lfu.copy_(self.aged_lfu)
-            made._group.miniature_tally.copy_(self._group.miniature_tally)
-            for to, its in zip(
-                made._group.miniature_entries, self._group.miniature_entries, strict=True
+                self._copy_entries(copied, table)
+                copied._group.load_evicted_marks(table, self._group.evicted_marks(table))
+                copied._group.load_counts(table, self._group.counts(table))
+                copied.fill_frames(table)
+            copied.optimizer_steps.copy_(self.optimizer_steps)
+            copied.counter_tensor.copy_(self.counter_tensor)
+            copied.aged_lfu.copy_(self.aged_lfu)
+            copied._group.miniature_tally.copy_(self._group.miniature_tally)
+            for to, source in zip(
+                copied._group.miniature_entries, self._group.miniature_entries, strict=True
             ):
-                to.copy_(its)
-            made._crowded = list(self._crowded)
-        return made
+                to.copy_(source)
+            copied._crowded = list(self._crowded)
+        return copied
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -75,15 +75,15 @@ class GroupCopies(GroupSelection, GroupContents):
             "torchrec_hkv.hash_table.files.load."
         )
 
-    def _copy_entries(self, made: Self, table: int) -> None:
+    def _copy_entries(self, copied: Self, table: int) -> None:
         """Copies each entry to the slot that it has here."""
         dim, dtype, width, _, buckets, bucket_slots = _C.table_layout(self._group.handle, table)
-        made.reserve_buckets(table, buckets, bucket_slots)
+        copied.reserve_buckets(table, buckets, bucket_slots)
         slots = self.select_slots(table)
         entry_bytes = dim * dtype.itemsize + width * 4 + 28
         for part in slots.split(max(1, _BATCH_BYTES // entry_bytes)) if slots.numel() else ():
             ids, rows, last_steps, scores, states = _ops.read_slots(self._group.handle, table, part)
-            place = (made.counter_tensor, made._group.handle, table)
+            place = (copied.counter_tensor, copied._group.handle, table)
             placed = _ops.restore_slots(*place, part, ids, rows, last_steps, scores, states)
             if not placed.all():
                 raise RuntimeError(

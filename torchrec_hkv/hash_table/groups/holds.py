@@ -30,7 +30,7 @@ class Hold:
         self._group.release(self._kind)
 
 
-class Unchanged(Hold):
+class UnchangedHold(Hold):
     """A hold in which nothing changes, and no table is in the middle of growing.
 
     Args:
@@ -69,7 +69,7 @@ class GroupHolds:
         Raises:
             RuntimeError: this thread changes a table within the context.
         """
-        return Unchanged(self._group)
+        return UnchangedHold(self._group)
 
     def reading(self) -> Hold:
         """Like :meth:`unchanged`, but a table may be in the middle of growing."""

@@ -219,7 +219,7 @@ class GroupSelection(GroupCalls):
         del entries
         for part, its_ids in zip(parts[1:], ids, strict=True):
             with self.unchanged():
-                self._check_there(part, its_ids, growths)
+                self._check_still_there(part, its_ids, growths)
                 entries = self.entries_at(part)
             yield entries
             del entries
@@ -240,7 +240,7 @@ class GroupSelection(GroupCalls):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _check_there(self, slots: Tensor, ids: Tensor, growths: int) -> None:
+    def _check_still_there(self, slots: Tensor, ids: Tensor, growths: int) -> None:
         """Raises unless the ids are still in these slots."""
         if self._group.growths != growths:
             raise RuntimeError(
@@ -315,5 +315,5 @@ class GroupSelection(GroupCalls):
     ) -> Tensor:
         """The slots whose entries match a predicate, in bounded memory."""
         parts = slots.split(batch_size) if slots.numel() else ()
-        kept = [part[chosen_by(where, entries_at(part))] for part in parts]
-        return torch.cat(kept) if kept else slots
+        selected = [part[chosen_by(where, entries_at(part))] for part in parts]
+        return torch.cat(selected) if selected else slots

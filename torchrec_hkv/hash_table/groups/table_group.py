@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv import _C
-from torchrec_hkv.devices import known_device
+from torchrec_hkv.devices import checked_device
 from torchrec_hkv.hash_table.available_memory import gpu_memory, host_memory
 from torchrec_hkv.hash_table.groups.accumulation import Accumulator
 from torchrec_hkv.hash_table.groups.aging import GroupAging
@@ -65,10 +65,10 @@ class TableGroup(GroupCopies, GroupRows, GroupCounters, GroupClock, GroupAging):
                 "torchrec_hkv.hash_table.optimizers, such as SGD()."
             )
         self.optimizer = optimizer
-        self._given_state_dim = state_dim
+        self._state_dim_argument = state_dim
         self.tables = tuple(tables)
         self.feature_tables = tuple(feature_tables)
-        self.device = known_device(device)
+        self.device = checked_device(device)
         kernels_optimizer = (
             _C.OptimizerConfig(kind=_C.Optimizer.NONE) if optimizer is None else optimizer.config()
         )

@@ -15,14 +15,14 @@ _ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
-class Changed:
+class ChangedIds:
     """Distinct ids, int64 on the table's device.
 
     Attributes:
         touched: ids that were looked up or restored; new ids come first.
         slots: their slots, int64, counted from the table's first slot.
         num_new: number of touched ids that were not in the table at the last sync.
-        left: ids that were in the table at the last sync and are not in it now.
+        removed: ids that were in the table at the last sync and are not in it now.
         old_scores: scores at the last sync of touched ids that are not new; None if the policy does
             not sum scores.
     """
@@ -30,7 +30,7 @@ class Changed:
     touched: Tensor
     slots: Tensor
     num_new: int
-    left: Tensor
+    removed: Tensor
     old_scores: Tensor | None
 
 
@@ -67,63 +67,63 @@ class ReplicaChanges:
             self._scores = torch.zeros(len(self._snapshot.ids), dtype=torch.int64)
             self._read_scores(self._snapshot.occupied.nonzero().flatten())
         self._lost = self._lost[:0]
-        self.synced()
+        self.on_sync()
 
-    def synced(self) -> None:
+    def on_sync(self) -> None:
         """Called when the replicas have been synced."""
         self._first_open, self._rewrites = self._group.first_open_step, self._group.rewrites
         self._changed = []
-        self._snapshot.know_moves()
+        self._snapshot.acknowledge_moves()
 
     def note_changed(self, table: int, slots: Tensor) -> None:
         """Called by the group: entries changed without being looked up."""
         if table == self._table:
             self._changed.append(slots.cpu())
 
-    def look(self) -> Changed:
-        """Finds what changed since the last sync. Call :meth:`synced` after the sync; without it,
+    def find_changes(self) -> ChangedIds:
+        """Finds what changed since the last sync. Call :meth:`on_sync` after the sync; without it,
         the next look finds that everything changed."""
         since = self._first_open if self._rewrites == self._group.rewrites else None
         self._first_open = None
         if since is None:
-            return self._everything()
+            return self._all_changed()
         noted = torch.cat(self._changed) if self._changed else None
         differences = list(self._snapshot.compare(since, self._batch, noted))
         ids = _joined([found.ids for found in differences])
         slots = _joined([found.slots for found in differences])
-        stayed = _joined([found.stayed for found in differences])
-        gone = _joined([*(found.gone_ids for found in differences), self._lost])
-        if gone.numel() == 0 and self._scores is None and stayed.all():
+        same_id = _joined([found.same_id for found in differences])
+        previous_ids = _joined([*(found.previous_ids for found in differences), self._lost])
+        if previous_ids.numel() == 0 and self._scores is None and same_id.all():
             # No entry came or went, so all of these were looked up.
-            return Changed(ids, slots, 0, gone, None)
+            return ChangedIds(ids, slots, 0, previous_ids, None)
         touched = _joined([found.touched for found in differences])
-        known, left, gone_order = stayed, gone, None
-        if gone.numel():
-            gone, gone_order = gone.sort()
+        known, left, previous_order = same_id, previous_ids, None
+        if previous_ids.numel():
+            previous_ids, previous_order = previous_ids.sort()
             # The id is in another slot than before, because the table has grown, or because the id
             # had lost its slot.
-            moved = ~stayed & torch.isin(ids, gone)
-            known = stayed | moved
-            left = gone[find_slots(self._group, self._table, gone) < 0].unique()
+            moved = ~same_id & torch.isin(ids, previous_ids)
+            known = same_id | moved
+            left = previous_ids[find_slots(self._group, self._table, previous_ids) < 0].unique()
         # An entry that is new and was not looked up was restored, for example by an import of rows.
         new, old = (~known).nonzero().flatten(), (touched & known).nonzero().flatten()
         scores = None
         if self._scores is not None:
             self._grow_scores()
             scores = self._scores[slots.cpu()].to(ids.device)
-            if gone_order is not None:
-                gone_slots = torch.cat([found.gone_slots for found in differences])
+            if previous_order is not None:
+                vacated_slots = torch.cat([found.vacated_slots for found in differences])
                 lost = torch.zeros(len(self._lost), dtype=torch.int64)
-                before = torch.cat([self._scores[gone_slots.cpu()], lost]).to(ids.device)
-                at = torch.searchsorted(gone, ids).clamp_(max=gone.numel() - 1)
+                before = torch.cat([self._scores[vacated_slots.cpu()], lost]).to(ids.device)
+                at = torch.searchsorted(previous_ids, ids).clamp_(max=previous_ids.numel() - 1)
                 # Entries that moved take their scores along.
-                scores = torch.where(moved, before[gone_order][at], scores)
+                scores = torch.where(moved, before[previous_order][at], scores)
                 self._scores[slots.cpu()] = scores.cpu()
             scores = scores[old]
         order = torch.cat([new, old])
-        return Changed(ids[order], slots[order], new.numel(), left, scores)
+        return ChangedIds(ids[order], slots[order], new.numel(), left, scores)
 
-    def _everything(self) -> Changed:
+    def _all_changed(self) -> ChangedIds:
         """All entries as changed; it is not known which ids left."""
         self._snapshot.take(self._batch)
         occupied = self._snapshot.occupied.nonzero().flatten()
@@ -132,20 +132,20 @@ class ReplicaChanges:
         if self._scores is not None:
             self._grow_scores()
             scores = torch.zeros_like(ids)
-        return Changed(ids, occupied.to(ids.device), 0, ids[:0], scores)
+        return ChangedIds(ids, occupied.to(ids.device), 0, ids[:0], scores)
 
     # -- what the sync does to the table ----------------------------------------------------------
 
-    def wrote(self, slots: Tensor) -> None:
+    def on_write(self, slots: Tensor) -> None:
         """Called after entries have been overwritten by the merged values."""
         self._group.note_changed(self._table, slots)
         self._read_scores(slots)
 
-    def erased(self, slots: Tensor) -> None:
+    def on_erase(self, slots: Tensor) -> None:
         """Called after slots have been freed."""
-        self._snapshot.note(slots, None)
+        self._snapshot.update(slots, None)
 
-    def grew(self) -> None:
+    def on_growth(self) -> None:
         """Called after the table may have grown."""
         if len(self._snapshot.ids) == self._group.present_slots(self._table):
             return
@@ -154,7 +154,7 @@ class ReplicaChanges:
             self._grow_scores()
             self._read_scores(self._snapshot.occupied.nonzero().flatten())
 
-    def inserted(self, ids: Tensor) -> int:
+    def on_insert(self, ids: Tensor) -> int:
         """Called after ids were inserted and displaced others; returns how many lost their slot."""
         self._lost = self._lost[:0]
         if ids.numel() == 0:
@@ -165,11 +165,11 @@ class ReplicaChanges:
             there = slots >= 0
             lost.append(ids[~there])
             ids, at = ids[there], slots[there]
-            stood = self._snapshot.ids[at.cpu()].to(ids.device)
-            displaced = self._snapshot.occupied[at.cpu()].to(ids.device) & (stood != ids)
-            self._snapshot.note(at, ids)
+            previous = self._snapshot.ids[at.cpu()].to(ids.device)
+            displaced = self._snapshot.occupied[at.cpu()].to(ids.device) & (previous != ids)
+            self._snapshot.update(at, ids)
             self._read_scores(at)
-            ids = stood[displaced]  # these may be in their other bucket
+            ids = previous[displaced]  # these may be in their other bucket
         # An id that moved to its other bucket was noted in both slots; the first one has another
         # id.
         self._lost = torch.cat(lost).unique()

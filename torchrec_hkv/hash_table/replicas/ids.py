@@ -9,80 +9,90 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.replicas.changes import Changed, find_slots
+from torchrec_hkv.hash_table.replicas.changes import ChangedIds, find_slots
 
 _ops = torch.ops.torchrec_hkv
 #: Up to this number of ids are hashed, with a 32-bit index for each; more ids are sorted.
-_MOST_HASHED = (1 << 32) - 2
+_MAX_HASHED = (1 << 32) - 2
 
 
 @dataclasses.dataclass(frozen=True)
-class MetIds:
+class MergedIds:
     """Ids of all replicas, on the table's device.
 
     Attributes:
         ids: int64 ``[n]``, distinct ids that a replica touched, in the same order in all replicas.
-        known: bool ``[n]``, whether a replica that touched or lost the id had it at the last sync.
+        in_last_sync: bool ``[n]``, whether a replica that touched or lost the id had it at the last
+            sync.
         touched: bool ``[n]``, whether this replica touched the id.
         is_new: bool ``[n]``, whether this replica touched the id and it was new here.
         slots: int64 ``[n]``, the slot of the id in this replica, counted from the table's first
             slot; -1 if the id is not here.
-        left: int64, distinct ids that left a replica and that no replica touched.
-        places: int64, the index in ``ids`` of each id that this replica touched.
-        absent: int64, the indices in ``ids`` of ids that are not in this replica.
+        removed: int64, distinct ids that left a replica and that no replica touched.
+        touched_positions: int64, the index in ``ids`` of each id that this replica touched.
+        missing: int64, the indices in ``ids`` of ids that are not in this replica.
     """
 
     ids: Tensor
-    known: Tensor
+    in_last_sync: Tensor
     touched: Tensor
     is_new: Tensor
     slots: Tensor
-    left: Tensor
-    places: Tensor
-    absent: Tensor
+    removed: Tensor
+    touched_positions: Tensor
+    missing: Tensor
 
 
-def meet_ids(
+def merge_ids(
     group: TableGroup,
     table: int,
-    look: Changed,
+    changes: ChangedIds,
     replicas: Sequence[Tensor],
     sizes: Sequence[Sequence[int]],
-    own: int,
-) -> MetIds:
+    replica: int,
+) -> MergedIds:
     """Merges the ids of all replicas, and finds them in this replica.
 
     Args:
         group: the table's group.
         table: index of the table in the group.
-        look: what changed in this replica.
+        changes: what changed in this replica.
         replicas: the ids of each replica: touched ids that are new to it, other touched ids, and
             ids that left it. Each occurs once.
         sizes: for each replica, the number of ids of these three kinds.
-        own: index of this replica.
+        replica: index of this replica.
     """
-    if group.device.type == "cpu" and sum(map(len, replicas)) <= _MOST_HASHED:
+    if group.device.type == "cpu" and sum(map(len, replicas)) <= _MAX_HASHED:
         # Ids stay in the order in which they first occur. Replicas give them in the order of slots,
         # so the table is read in order.
         flat = [n for of_replica in sizes for n in of_replica]
-        return MetIds(*_ops.meet_ids(group.handle, table, list(replicas), flat, own, look.slots))
+        return MergedIds(
+            *_ops.meet_ids(group.handle, table, list(replicas), flat, replica, changes.slots)
+        )
     ids, known, left, places = _merge(
-        [of_replica.split(list(its)) for of_replica, its in zip(replicas, sizes, strict=True)], own
+        [
+            of_replica.split(list(split_sizes))
+            for of_replica, split_sizes in zip(replicas, sizes, strict=True)
+        ],
+        replica,
     )
     is_new, touched = torch.zeros((2, len(ids)), dtype=torch.bool, device=ids.device)
     touched.index_fill_(0, places, True)
-    is_new.index_fill_(0, places[: look.num_new], True)
+    is_new.index_fill_(0, places[: changes.num_new], True)
     slots = torch.full_like(ids, -1)
-    slots.index_copy_(0, places, look.slots)
+    slots.index_copy_(0, places, changes.slots)
     others = (~touched).nonzero().flatten()
     slots.index_copy_(0, others, find_slots(group, table, ids.index_select(0, others)))
     absent = (slots < 0).nonzero().flatten()
-    return MetIds(ids, known, touched, is_new, slots, left, places, absent)
+    return MergedIds(ids, known, touched, is_new, slots, left, places, absent)
 
 
-def _merge(kinds: Sequence[Sequence[Tensor]], own: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The attributes ``ids``, ``known``, ``left`` and ``places`` of :class:`MetIds`."""
-    parts = [ids for of_replica in kinds for ids in of_replica]
+def _merge(
+    ids_by_replica: Sequence[Sequence[Tensor]], replica: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The attributes ``ids``, ``in_last_sync``, ``removed`` and ``touched_positions`` of
+    :class:`MergedIds`."""
+    parts = [ids for of_replica in ids_by_replica for ids in of_replica]
     joined, sizes = torch.cat(parts), [part.numel() for part in parts]
     ids, places = _distinct(joined)
     places_of = places.split(sizes)
@@ -90,14 +100,14 @@ def _merge(kinds: Sequence[Sequence[Tensor]], own: int) -> tuple[Tensor, Tensor,
     for kind in (1, 2):
         for places in places_of[kind::3]:
             known.index_fill_(0, places, True)
-    mine = torch.cat(places_of[3 * own : 3 * own + 2])
+    replica_positions = torch.cat(places_of[3 * replica : 3 * replica + 2])
     if not any(sizes[2::3]):
-        return ids, known, ids[:0], mine
+        return ids, known, ids[:0], replica_positions
     touched = torch.zeros_like(known)
     for kind in (0, 1):
         for places in places_of[kind::3]:
             touched.index_fill_(0, places, True)
-    return ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[mine]
+    return ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[replica_positions]
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:

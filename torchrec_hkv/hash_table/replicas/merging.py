@@ -10,12 +10,12 @@ from torch import Tensor
 from torchrec_hkv.hash_table.eviction import name_of, sums_scores
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
-_LEAST = -(1 << 63)
+_MIN = -(1 << 63)
 _LOW = 0xFFFFFFFF
 
 
 def merged_values(
-    sums: Tensor, replicas: int, known: Tensor, initial: Callable[[Tensor], Tensor]
+    sums: Tensor, replicas: int, in_last_sync: Tensor, initial: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The merged rows and states.
 
@@ -24,14 +24,15 @@ def merged_values(
             replicas that have the id, then the number of these replicas, then the number of those
             that had the id at the last sync.
         replicas: number of replicas.
-        known: bool ``[n]``, whether a replica that touched or lost the id had it at the last sync.
+        in_last_sync: bool ``[n]``, whether a replica that touched or lost the id had it at the last
+            sync.
         initial: returns the initial rows, float32 ``[m, dim]``, for indices of ids, int64 ``[m]``.
 
     Returns:
         float32 ``[n, columns]``.
     """
     values, holders, olds = sums[:, :-2], sums[:, -2], sums[:, -1]
-    is_new = ~(known | (olds > 0))
+    is_new = ~(in_last_sync | (olds > 0))
     lacking = (is_new & (holders < replicas)).nonzero().flatten()
     if lacking.numel():
         rows = initial(lacking)
@@ -52,7 +53,7 @@ class ScoreMerge:
 
     def lowest(self, n: int, device: torch.device) -> Tensor:
         """The numbers to maximize for ids that a replica does not have, int64 ``[n]``."""
-        return torch.full((n,), _LEAST, dtype=torch.int64, device=device)
+        return torch.full((n,), _MIN, dtype=torch.int64, device=device)
 
     def highest_of(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
         """The numbers to maximize, int64 ``[n]``.
@@ -70,7 +71,7 @@ class ScoreMerge:
         if self.adds:
             return before
         if self._policy == "customized":
-            return torch.where(touched, scores, _LEAST)
+            return torch.where(touched, scores, _MIN)
         return _ordered(scores)
 
     def added(self, scores: Tensor, before: Tensor, touched: Tensor) -> Tensor:
@@ -96,4 +97,4 @@ class ScoreMerge:
 
 def _ordered(bits: Tensor) -> Tensor:
     """Converts unsigned numbers to signed numbers in the same order, and back."""
-    return bits ^ _LEAST
+    return bits ^ _MIN

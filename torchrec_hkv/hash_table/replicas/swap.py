@@ -43,7 +43,7 @@ class _Buffers:
                 return self._free.pop(place)[:size]
         return torch.empty(size, dtype=torch.int64)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def put(self, buffer: Tensor) -> None:
         self._free.append(buffer)
 
 
@@ -70,35 +70,35 @@ class _Message:
 
     def send(self) -> None:
         """Begins to send this replica's message."""
-        self._own = self._buffers.take(self._size)
+        self._sent = self._buffers.take(self._size)
         for part, begin in self._parts:
-            part.pack(self._own, begin)
-        self._departure = self._wire.send(self._own, self._number)
+            part.pack(self._sent, begin)
+        self._departure = self._wire.send(self._sent, self._number)
 
     def expect(self) -> None:
         """Begins to receive the other replica's message."""
-        self._theirs = self._buffers.take(self._size)
-        self._arrival = self._wire.receive(self._theirs, self._number)
+        self._received = self._buffers.take(self._size)
+        self._arrival = self._wire.receive(self._received, self._number)
 
     def merge(self) -> None:
         """Waits for both messages and merges them."""
         self._arrival.wait()
         self._departure.wait()  # merging overwrites the records
         for part, begin in self._parts:
-            part.merge(self._own, self._theirs, begin)
-        self._buffers.give_back(self._own)
-        self._buffers.give_back(self._theirs)
+            part.merge(self._sent, self._received, begin)
+        self._buffers.put(self._sent)
+        self._buffers.put(self._received)
 
 
-def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
+def swap_rows(tables: Sequence[TableSync], wire: Wire, max_bytes: int) -> None:
     """Merges all ids of all tables.
 
     Args:
         tables: the tables' syncs, with the same ids in both replicas.
         wire: connection to the other replica.
-        most_bytes: maximal bytes of rows in flight, for each of the two replicas.
+        max_bytes: maximal bytes of rows in flight, for each of the two replicas.
     """
-    most = min(_MESSAGE_BYTES, 2 * most_bytes // _IN_MEMORY)
+    maximum = min(_MESSAGE_BYTES, 2 * max_bytes // _IN_MEMORY)
     buffers = _Buffers()
     sent: deque[_Message] = deque()
     expected: deque[_Message] = deque()
@@ -107,7 +107,7 @@ def swap_rows(tables: Sequence[TableSync], wire: Wire, most_bytes: int) -> None:
         expected.append(sent.popleft())
         expected[-1].expect()
 
-    for number, parts in enumerate(rounds(tables, most), start=1):
+    for number, parts in enumerate(rounds(tables, maximum), start=1):
         sent.append(_Message(parts, wire, number, buffers))
         sent[-1].send()
         if len(sent) > _SENT_AHEAD:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.eviction import EvictionPolicy, keeps_scores, sums_scores
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
-from torchrec_hkv.hash_table.replicas.changes import Changed, ReplicaChanges
-from torchrec_hkv.hash_table.replicas.ids import MetIds, meet_ids
+from torchrec_hkv.hash_table.replicas.changes import ChangedIds, ReplicaChanges
+from torchrec_hkv.hash_table.replicas.ids import MergedIds, merge_ids
 from torchrec_hkv.hash_table.replicas.swap import swap_rows
 from torchrec_hkv.hash_table.replicas.sync_part import exchange, rounds
 from torchrec_hkv.hash_table.replicas.table_sync import Synced, TableSync
@@ -25,7 +25,7 @@ BATCH_BYTES = 64 << 20
 # Number of copies of a batch that are alive at once, such as the sent, the merged and the inserted.
 _COPIES = 4
 #: Maximal number of ids in the message with clocks and sizes.
-_MOST_ROOM = 1 << 17
+_MAX_ROOM = 1 << 17
 
 
 def id_sync_bytes(
@@ -81,7 +81,9 @@ class GroupSync:
         self._wire = wire
         self._changes = {table: ReplicaChanges(group, table, batch_bytes) for table in self._tables}
         self._batch_bytes = batch_bytes
-        self._room = 0  # number of ids that the first call sends; from the last sync's number
+        self._first_call_ids = (
+            0  # number of ids that the first call sends; from the last sync's number
+        )
 
     @property
     def group(self) -> TableGroup:
@@ -112,41 +114,41 @@ class GroupSync:
             gc.collect()  # a lookup pins its rows until its graph is freed; it may be garbage
         return group.first_open_step <= group.clock
 
-    def _look(self) -> list[Changed]:
+    def _find_changes(self) -> list[ChangedIds]:
         """Finds what changed in each table."""
-        return [self._changes[table].look() for table in self._tables]
+        return [self._changes[table].find_changes() for table in self._tables]
 
-    def _head(self) -> Tensor:
+    def _clock_values(self) -> Tensor:
         """The number of updates of each table, and the clock."""
         steps = self._group.optimizer_steps
         return torch.cat([steps, steps.new_tensor([self._group.clock])])
 
-    def _follow(self, heads: Sequence[Sequence[int]]) -> None:
+    def _synchronize_clock(self, heads: Sequence[Sequence[int]]) -> None:
         """Sets the clock and the numbers of updates to the maxima over all replicas.
 
         Args:
-            heads: the result of :meth:`_head` in each replica.
+            heads: the result of :meth:`_clock_values` in each replica.
         """
         *steps, clock = (max(numbers) for numbers in zip(*heads, strict=True))
-        own = heads[self._wire.rank]
+        head = heads[self._wire.rank]
         for table in self._tables:
-            if steps[table] != own[table]:
+            if steps[table] != head[table]:
                 self._group.optimizer_steps[table] = steps[table]
-        if clock != own[-1]:
+        if clock != head[-1]:
             self._group.advance_clock(clock)
 
     def _table_syncs(
-        self, looks: Sequence[Changed], met: Sequence[MetIds], states: bool
+        self, changes: Sequence[ChangedIds], merged_ids: Sequence[MergedIds], states: bool
     ) -> list[TableSync]:
         size = self._wire.size
         return [
-            TableSync(self._group, table, self._changes[table], size, states, look, ids)
-            for table, look, ids in zip(self._tables, looks, met, strict=True)
+            TableSync(self._group, table, self._changes[table], size, states, table_changes, ids)
+            for table, table_changes, ids in zip(self._tables, changes, merged_ids, strict=True)
         ]
 
     def _end(self) -> None:
         for changes in self._changes.values():
-            changes.synced()
+            changes.on_sync()
 
 
 def check_together(syncs: Sequence[GroupSync]) -> None:
@@ -185,21 +187,21 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
     if wire.size == 1:
         return Synced()
     sent_before = wire.sent_bytes
-    most_bytes = min(sync._batch_bytes for sync in syncs) // _COPIES
-    with contextlib.ExitStack() as held:
+    max_bytes = min(sync._batch_bytes for sync in syncs) // _COPIES
+    with contextlib.ExitStack() as locks:
         for sync in syncs:
-            held.enter_context(sync.group.alone())
-        looks = [sync._look() for sync in syncs]
-        met = _gather_ids(syncs, looks, wire)
+            locks.enter_context(sync.group.alone())
+        changes = [sync._find_changes() for sync in syncs]
+        merged_ids = _gather_ids(syncs, changes, wire)
         tables = [
             table
-            for sync, *of_sync in zip(syncs, looks, met, strict=True)
+            for sync, *of_sync in zip(syncs, changes, merged_ids, strict=True)
             for table in sync._table_syncs(*of_sync, states)
         ]
         if wire.swaps(device):
-            swap_rows(tables, wire, most_bytes)
+            swap_rows(tables, wire, max_bytes)
         else:
-            for some in rounds(tables, most_bytes):
+            for some in rounds(tables, max_bytes):
                 exchange(some, wire)
         done = sum((table.finish() for table in tables), Synced())
         for sync in syncs:
@@ -208,50 +210,62 @@ def sync_together(syncs: Sequence[GroupSync], states: bool = True) -> Synced:
 
 
 def _gather_ids(
-    syncs: Sequence[GroupSync], looks: Sequence[Sequence[Changed]], wire: Wire
-) -> list[list[MetIds]]:
+    syncs: Sequence[GroupSync], changes: Sequence[Sequence[ChangedIds]], wire: Wire
+) -> list[list[MergedIds]]:
     """Merges the ids of each table. Sets clocks and numbers of updates to their maxima."""
-    changed = list(itertools.chain.from_iterable(looks))
+    changed = list(itertools.chain.from_iterable(changes))
     kinds = [
         n
-        for look in changed
-        for n in (look.num_new, look.touched.numel() - look.num_new, look.left.numel())
+        for table_changes in changed
+        for n in (
+            table_changes.num_new,
+            table_changes.touched.numel() - table_changes.num_new,
+            table_changes.removed.numel(),
+        )
     ]
-    heads = [sync._head() for sync in syncs]
+    heads = [sync._clock_values() for sync in syncs]
     widths = [head.numel() for head in heads]
-    begin, room = sum(widths) + len(kinds), syncs[0]._room  # of ids
+    begin, room = sum(widths) + len(kinds), syncs[0]._first_call_ids  # of ids
     number = sum(kinds)
     parts = [*heads, heads[0].new_tensor(kinds)]
-    parts += [ids for look in changed for ids in (look.touched, look.left) if ids.numel()]
+    parts += [
+        ids
+        for table_changes in changed
+        for ids in (table_changes.touched, table_changes.removed)
+        if ids.numel()
+    ]
     if number < room:
         parts.append(heads[0].new_zeros(room - number))
-    own = torch.cat(parts)
-    messages = wire.gather_same(own[: begin + room])
+    local_ids = torch.cat(parts)
+    messages = wire.gather_same(local_ids[: begin + room])
     heads_of = torch.stack([message[:begin] for message in messages]).tolist()
     at = 0
     for sync, width in zip(syncs, widths, strict=True):
-        sync._follow([head[at : at + width] for head in heads_of])
+        sync._synchronize_clock([head[at : at + width] for head in heads_of])
         at += width
     sizes_of = [head[at:] for head in heads_of]
-    lengths = [sum(its) for its in sizes_of]
+    lengths = [sum(lengths_of_sync) for lengths_of_sync in sizes_of]
     of_replicas = [
         message[begin : begin + length] for message, length in zip(messages, lengths, strict=True)
     ]
     if max(lengths) > room:
-        rest = wire.gather(own[begin + room :], [max(0, length - room) for length in lengths])
+        rest = wire.gather(local_ids[begin + room :], [max(0, length - room) for length in lengths])
         of_replicas = [torch.cat(both) for both in zip(of_replicas, rest, strict=True)]
-    syncs[0]._room = min(_MOST_ROOM, max(lengths) * 9 // 8)
+    syncs[0]._first_call_ids = min(_MAX_ROOM, max(lengths) * 9 // 8)
     tables = [(sync._group, table) for sync in syncs for table in sync._tables]
-    met = []
+    merged = []
     begins = [0] * wire.size
-    for number, (place, look) in enumerate(zip(tables, changed, strict=True)):
-        sizes = [its[3 * number : 3 * number + 3] for its in sizes_of]
-        ends = [begin + sum(its) for begin, its in zip(begins, sizes, strict=True)]
+    for number, (place, table_changes) in enumerate(zip(tables, changed, strict=True)):
+        sizes = [lengths_of_sync[3 * number : 3 * number + 3] for lengths_of_sync in sizes_of]
+        ends = [
+            begin + sum(lengths_of_sync)
+            for begin, lengths_of_sync in zip(begins, sizes, strict=True)
+        ]
         ids = [
             of_replica[begin:end]
             for of_replica, begin, end in zip(of_replicas, begins, ends, strict=True)
         ]
-        met.append(meet_ids(*place, look, ids, sizes, wire.rank))
+        merged.append(merge_ids(*place, table_changes, ids, sizes, wire.rank))
         begins = ends
-    of_tables = iter(met)
-    return [list(itertools.islice(of_tables, len(of_sync))) for of_sync in looks]
+    of_tables = iter(merged)
+    return [list(itertools.islice(of_tables, len(of_sync))) for of_sync in changes]

@@ -111,15 +111,15 @@ class Wire:
         return parts
 
     def _gather_two(self, tensor: Tensor, length: int) -> list[Tensor]:
-        theirs = tensor.new_empty(length)
+        received = tensor.new_empty(length)
         transfers = []
         if length:
-            transfers.append(self.receive(theirs, 0))
+            transfers.append(self.receive(received, 0))
         if tensor.numel():
             transfers.append(self.send(tensor.contiguous(), 0))
         for transfer in transfers:
             transfer.wait()
-        return [tensor, theirs] if self.rank == 0 else [theirs, tensor]
+        return [tensor, received] if self.rank == 0 else [received, tensor]
 
     def _send(self, tensor: Tensor, number: int) -> Transfer:
         return self._group.send([tensor], 1 - self.rank, number)

@@ -200,9 +200,9 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _while_all_have(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """Yields batches until a rank has no more."""
-    own = iter(batches)
+    iterator = iter(batches)
     while True:
-        batch = next(own, None)
+        batch = next(iterator, None)
         has = torch.tensor([batch is not None], dtype=torch.int32, device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(has, op=dist.ReduceOp.MIN)

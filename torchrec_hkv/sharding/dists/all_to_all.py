@@ -23,13 +23,13 @@ from torchrec.distributed.dist_data import (
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.dists.awaitables import Ready, Unlogged
+from torchrec_hkv.sharding.dists.awaitables import ReadyAwaitable, UnloggedAwaitable
 
 _ops = torch.ops.torchrec_hkv
 
 
 @dataclasses.dataclass(frozen=True)
-class Outgoing:
+class OutgoingBatch:
     """A batch with the features of all ranks, in the order of the ranks.
 
     Attributes:
@@ -88,7 +88,7 @@ class CountedAllToAll(KJTAllToAll):
         super().__init__(pg, splits, stagger)
         self._is_alone = pg.size() == 1
         self._needs_counts = needs_counts
-        self._plan = None if self._is_alone else _Plan(pg, splits, stagger, device)
+        self._plan = None if self._is_alone else _ExchangePlan(pg, splits, stagger, device)
 
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[KJTAllToAllTensorsAwaitable]:
         """Starts the exchange.
@@ -97,11 +97,11 @@ class CountedAllToAll(KJTAllToAll):
             input: bags of the features of all ranks, in the order of the ranks.
         """
         if self._plan is None:
-            return Ready(Stayed(input, self._needs_counts))
+            return ReadyAwaitable(LocalBatchAwaitable(input, self._needs_counts))
         if input.variable_stride_per_key():
             return super().forward(input)
         return self.send(
-            Outgoing(
+            OutgoingBatch(
                 self._plan.local_keys(input.keys()),
                 input.stride(),
                 input.lengths(),
@@ -110,13 +110,13 @@ class CountedAllToAll(KJTAllToAll):
             )
         )
 
-    def send(self, batch: Outgoing) -> Awaitable[KJTAllToAllTensorsAwaitable]:
+    def send(self, batch: OutgoingBatch) -> Awaitable[KJTAllToAllTensorsAwaitable]:
         """Starts the exchange of a batch with equal batch sizes, between several ranks."""
         with torch.no_grad():
-            return _Counts(self._plan, batch)
+            return _CountExchange(self._plan, batch)
 
 
-class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
+class LocalBatchAwaitable(UnloggedAwaitable, KJTAllToAllTensorsAwaitable):
     """A batch that stays on its rank, with the interface of an exchanged batch."""
 
     def __init__(self, features: KeyedJaggedTensor, needs_counts: bool) -> None:
@@ -138,7 +138,7 @@ class Stayed(Unlogged, KJTAllToAllTensorsAwaitable):
         return self._input.sync() if self._needs_counts else self._input
 
 
-class _Plan:
+class _ExchangePlan:
     """The parameters that all exchanges of a distribution share."""
 
     def __init__(
@@ -169,7 +169,7 @@ class _Plan:
         """The features that this rank looks up."""
         return keys[self._local_features]
 
-    def counts(self, batch: Outgoing) -> Tensor:
+    def counts(self, batch: OutgoingBatch) -> Tensor:
         """The counts to send, int64 ``[num_sent + num_received]``; the second part is not set."""
         places = (self._of_counts, self._of_samples)
         return _ops.count_ids(
@@ -177,10 +177,10 @@ class _Plan:
         )
 
 
-class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
+class _CountExchange(UnloggedAwaitable, Awaitable[KJTAllToAllTensorsAwaitable]):
     """The exchange of the numbers of ids and samples."""
 
-    def __init__(self, plan: _Plan, batch: Outgoing) -> None:
+    def __init__(self, plan: _ExchangePlan, batch: OutgoingBatch) -> None:
         super().__init__()
         self._plan, self._batch = plan, batch
         self._counts = plan.counts(batch)
@@ -200,26 +200,28 @@ class _Counts(Unlogged, Awaitable[KJTAllToAllTensorsAwaitable]):
         numbers = self._counts.tolist()
         sent = [sum(numbers[begin:end]) for begin, end in plan.spans]
         width = plan.local + 1
-        came = [numbers[at : at + width] for at in range(plan.num_sent, len(numbers), width)]
-        samples = [counts.pop() for counts in came]
-        received = [sum(counts) for counts in came]
+        received_counts = [
+            numbers[at : at + width] for at in range(plan.num_sent, len(numbers), width)
+        ]
+        samples = [counts.pop() for counts in received_counts]
+        received = [sum(counts) for counts in received_counts]
         with torch.no_grad():
             if samples == [batch.stride] * plan.world_size:
-                return _Ids(plan, batch, self._received, sent, received, came)
+                return _IdExchange(plan, batch, self._received, sent, received, received_counts)
             return _uneven(plan, batch, sent, received, samples)
 
 
-class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
+class _IdExchange(UnloggedAwaitable, KJTAllToAllTensorsAwaitable):
     """The exchange of lengths, ids and weights if all ranks have the same number of samples."""
 
     def __init__(
         self,
-        plan: _Plan,
-        batch: Outgoing,
+        plan: _ExchangePlan,
+        batch: OutgoingBatch,
         counts: Tensor,
         sent: list[int],
         received: list[int],
-        came: list[list[int]],
+        received_counts: list[list[int]],
     ) -> None:
         Awaitable.__init__(self)  # the constructor of TorchRec's class would start collectives
         self._plan, self._batch, self._counts = plan, batch, counts
@@ -229,7 +231,9 @@ class _Ids(Unlogged, KJTAllToAllTensorsAwaitable):
         self._input_splits, self._output_splits = {"values": sent}, {"values": received}
         self._recat = plan.order if plan.local else None
         self._stride_per_rank = [stride] * world_size
-        self._length_per_key = [sum(of_feature) for of_feature in zip(*came, strict=True)]
+        self._length_per_key = [
+            sum(of_feature) for of_feature in zip(*received_counts, strict=True)
+        ]
 
         lengths_sent = [features * stride for features in plan.splits]
         lengths_received = plan.local * stride
@@ -301,7 +305,11 @@ def _merge_blocks(words: Tensor, weights: Tensor | None, *args: Any) -> tuple[Te
 
 
 def _uneven(
-    plan: _Plan, batch: Outgoing, sent: list[int], received: list[int], samples: Sequence[int]
+    plan: _ExchangePlan,
+    batch: OutgoingBatch,
+    sent: list[int],
+    received: list[int],
+    samples: Sequence[int],
 ) -> KJTAllToAllTensorsAwaitable:
     """TorchRec's exchange with known counts, for ranks with different numbers of samples."""
     stride, values = batch.stride, batch.values

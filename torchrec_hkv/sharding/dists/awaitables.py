@@ -17,7 +17,7 @@ from torchrec.distributed.types import Awaitable
 _T = TypeVar("_T")
 
 
-class Unlogged:
+class UnloggedAwaitable:
     """Waits without a profiler range; a mixin before TorchRec's awaitables."""
 
     def wait(self) -> Any:
@@ -28,7 +28,7 @@ class Unlogged:
         return value
 
 
-class Ready(Unlogged, Awaitable[_T]):
+class ReadyAwaitable(UnloggedAwaitable, Awaitable[_T]):
     """An awaitable whose result is known."""
 
     def __init__(self, value: _T) -> None:
@@ -43,7 +43,7 @@ class Ready(Unlogged, Awaitable[_T]):
         return self._value
 
 
-class BatchAwaitable(Unlogged, KJTListSplitsAwaitable):
+class BatchAwaitable(UnloggedAwaitable, KJTListSplitsAwaitable):
     """The count exchanges of a batch, one for each sharding."""
 
     def _wait_impl(self) -> KJTListAwaitable:
@@ -52,5 +52,5 @@ class BatchAwaitable(Unlogged, KJTListSplitsAwaitable):
         return _ArrivingBatch(exchanges, self.ctx)
 
 
-class _ArrivingBatch(Unlogged, KJTListAwaitable):
+class _ArrivingBatch(UnloggedAwaitable, KJTListAwaitable):
     """The id exchanges of a batch, one for each sharding."""

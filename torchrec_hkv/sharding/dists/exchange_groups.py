@@ -55,22 +55,22 @@ class ExchangeGroup(list[Any]):
 
     Attributes:
         codecs: codecs of the exchange; None for those of the sharder.
-        uses_own_shardings: whether this package's shardings serve the group even if all of its
+        uses_backend_sharding: whether this package's shardings serve the group even if all of its
             tables are stock, because their sharding type may be in several groups or scores are
             sent.
         parts: the parts in which rows are exchanged
-            (:mod:`torchrec_hkv.sharding.modules.parts`); empty for a single exchange.
+            (:mod:`torchrec_hkv.sharding.modules.multi_part_lookup`); empty for a single exchange.
     """
 
     codecs: Codecs | None = None
-    uses_own_shardings: bool = False
+    uses_backend_sharding: bool = False
     parts: Sequence[ExchangePart] = ()
 
     @classmethod
-    def ours(cls, infos: Sequence[Any]) -> ExchangeGroup:
+    def for_backend_sharding(cls, infos: Sequence[Any]) -> ExchangeGroup:
         """Makes a group that this package's shardings serve."""
         group = infos if isinstance(infos, ExchangeGroup) else cls(infos)
-        group.uses_own_shardings = True
+        group.uses_backend_sharding = True
         return group
 
 
@@ -126,8 +126,8 @@ class Exchange:
         by_type: Mapping[str, Sequence[Info]],
         names: Mapping[int, str],
         weights: Mapping[int, float],
-        whole: Sequence[str] = (),
-        parted: Sequence[str] = (),
+        unsplit: Sequence[str] = (),
+        multi_part: Sequence[str] = (),
     ) -> dict[str, ExchangeGroup]:
         """Splits the tables of each sharding type into groups.
 
@@ -135,8 +135,8 @@ class Exchange:
             by_type: TorchRec's infos by sharding type.
             names: name of each table, by the ``id`` of its info.
             weights: weight of each table for balancing, by the ``id`` of its info.
-            whole: further sharding types that are not split.
-            parted: sharding types that become one group with parts.
+            unsplit: further sharding types that are not split.
+            multi_part: sharding types that become one group with parts.
 
         Returns:
             The groups. The first group of a sharding type has its name as key, further ones
@@ -144,7 +144,7 @@ class Exchange:
         """
         found: dict[str, ExchangeGroup] = {}
         for sharding_type, infos in by_type.items():
-            if sharding_type in (*_NEVER_SPLIT, *whole):
+            if sharding_type in (*_NEVER_SPLIT, *unsplit):
                 found[sharding_type] = ExchangeGroup(infos)
                 continue
             by_wire: dict[str | None, list[Info]] = {}
@@ -152,12 +152,12 @@ class Exchange:
                 by_wire.setdefault(self._wire(names[id(info)]), []).append(info)
             groups = [
                 (part, None if wire is None else codecs_at(wire))
-                for wire, own in by_wire.items()
-                for part in _parts(own, self.num_groups, [weights[id(info)] for info in own])
+                for wire, tables in by_wire.items()
+                for part in _parts(tables, self.num_groups, [weights[id(info)] for info in tables])
             ]
-            if sharding_type in parted and len(groups) > 1:
+            if sharding_type in multi_part and len(groups) > 1:
                 group = ExchangeGroup(itertools.chain.from_iterable(part for part, _ in groups))
-                group.uses_own_shardings = True
+                group.uses_backend_sharding = True
                 group.parts = [
                     ExchangePart(frozenset(names[id(info)] for info in part), codecs)
                     for part, codecs in groups
@@ -166,7 +166,7 @@ class Exchange:
                 continue
             for number, (part, codecs) in enumerate(groups):
                 group = ExchangeGroup(part)
-                group.codecs, group.uses_own_shardings = codecs, True
+                group.codecs, group.uses_backend_sharding = codecs, True
                 found[f"{sharding_type}/{number}" if number else sharding_type] = group
         return found
 
@@ -192,22 +192,24 @@ def wire_dtypes(
     }
 
 
-def needs_ours(infos: Sequence[Any]) -> bool:
+def needs_backend_sharding(infos: Sequence[Any]) -> bool:
     """Whether this package's shardings must serve some tables, because a table is on a backend, or
     because tables are split into groups. With TorchRec's shardings, a rank without tables in a
     group would send float32, although the other ranks expect the dtype of the tables."""
-    return (isinstance(infos, ExchangeGroup) and infos.uses_own_shardings) or has_ours(infos)
+    return (isinstance(infos, ExchangeGroup) and infos.uses_backend_sharding) or has_backend_tables(
+        infos
+    )
 
 
-def has_ours(infos: Sequence[Any]) -> bool:
+def has_backend_tables(infos: Sequence[Any]) -> bool:
     """Whether one of some tables is on a backend."""
     return any(isinstance(info.param_sharding, BackendParameterSharding) for info in infos)
 
 
 def codecs_of(infos: Sequence[Any], default: Codecs | None) -> Codecs | None:
     """The codecs of a group of tables: its own, or those of the sharder."""
-    own = infos.codecs if isinstance(infos, ExchangeGroup) else None
-    return default if own is None else own
+    codecs = infos.codecs if isinstance(infos, ExchangeGroup) else None
+    return default if codecs is None else codecs
 
 
 def codecs_at(wire: str) -> Codecs:
@@ -222,14 +224,14 @@ def _parts(items: Sequence[Info], count: int, weights: Sequence[float]) -> list[
     """Splits a sequence into at most ``count`` non-empty runs of about equal weight."""
     count = min(count, len(items))
     parts: list[list[Info]] = []
-    position, held = 0, 0.0
+    position, part_weight = 0, 0.0
     for number in range(1, count + 1):
         wanted, first = sum(weights) * number / count, position
         # Take at least one item, and leave at least one per later part.
         while position < len(items) - (count - number) and (
-            position == first or held + weights[position] / 2 <= wanted
+            position == first or part_weight + weights[position] / 2 <= wanted
         ):
-            held += weights[position]
+            part_weight += weights[position]
             position += 1
         parts.append(list(items[first:position]))
     return parts

@@ -17,7 +17,7 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_hkv.sharding.dists.all_to_all import CountedAllToAll, Outgoing
+from torchrec_hkv.sharding.dists.all_to_all import CountedAllToAll, OutgoingBatch
 from torchrec_hkv.sharding.dists.features import in_order
 from torchrec_hkv.sharding.dists.variable_batch import padded_lengths
 
@@ -143,7 +143,7 @@ class RowWiseFeaturesDist(RwSparseFeaturesDist):
                 self._is_sequence,
             )
             begun = self._exchange.send(
-                Outgoing(
+                OutgoingBatch(
                     sparse_features.keys(),
                     sparse_features.stride(),
                     lengths,

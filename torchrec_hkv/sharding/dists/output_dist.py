@@ -21,7 +21,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable
 
 from torchrec_hkv.once_differentiable import once_differentiable
-from torchrec_hkv.sharding.dists.awaitables import Ready, Unlogged
+from torchrec_hkv.sharding.dists.awaitables import ReadyAwaitable, UnloggedAwaitable
 
 _MESSAGE = (
     "Gradients of sharded embeddings can't be differentiated again, because the exchange between "
@@ -52,7 +52,7 @@ class RowWiseOutputDist(RwPooledEmbeddingDist):
     ) -> Awaitable[Tensor]:
         """Starts the exchange, see TorchRec's class."""
         if self._is_alone:
-            return Ready(local_embs)
+            return ReadyAwaitable(local_embs)
         if self._codecs is None and _is_even(sharding_ctx):
             return _SumExchange(self._pg, local_embs)
         return super().forward(local_embs, sharding_ctx)
@@ -62,27 +62,27 @@ class TableWiseOutputDist(BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Te
     """Output distribution for whole tables or columns, in the cases of
     :class:`RowWiseOutputDist`."""
 
-    def __init__(self, theirs: TwPooledEmbeddingDist) -> None:
+    def __init__(self, stock_dist: TwPooledEmbeddingDist) -> None:
         """
         Args:
-            theirs: TorchRec's distribution, used in all other cases.
+            stock_dist: TorchRec's distribution, used in all other cases.
         """
         super().__init__()
-        self._theirs = theirs
-        self._pg = theirs._pg
+        self._stock_dist = stock_dist
+        self._pg = stock_dist._pg
         self._is_alone = self._pg.size() == 1
-        self._dims = list(theirs._dim_sum_per_rank)
-        self._callbacks = list(theirs._callbacks or ())
-        self._is_plain = theirs._codecs is None
+        self._dims = list(stock_dist._dim_sum_per_rank)
+        self._callbacks = list(stock_dist._callbacks or ())
+        self._is_plain = stock_dist._codecs is None
 
     def forward(
         self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
     ) -> Awaitable[Tensor]:
         """Starts the exchange, see TorchRec's class."""
         if not self._is_plain or not _is_even(sharding_ctx):
-            return self._theirs(local_embs, sharding_ctx)
+            return self._stock_dist(local_embs, sharding_ctx)
         exchange: Awaitable[Tensor] = (
-            Ready(local_embs)
+            ReadyAwaitable(local_embs)
             if self._is_alone
             else _ColumnExchange(self._pg, local_embs, self._dims)
         )
@@ -99,7 +99,7 @@ def _is_even(context: EmbeddingShardingContext | None) -> bool:
     return not context.variable_batch_per_feature and len(set(context.batch_size_per_rank)) <= 1
 
 
-class _Exchange(Unlogged, Awaitable[Tensor]):
+class _Exchange(UnloggedAwaitable, Awaitable[Tensor]):
     """The exchange of pooled rows, and in the backward of their gradients."""
 
     def __init__(self, pg: dist.ProcessGroup, local_embs: Tensor) -> None:
@@ -165,13 +165,13 @@ class _SumExchange(_Exchange):
         return arrived
 
     def begin_gradients(self, grad: Tensor) -> None:
-        own = grad / self._ranks if get_gradient_division() else grad
+        scaled = grad / self._ranks if get_gradient_division() else grad
         if grad.device.type == "cpu":
-            self._send_parts(torch.cat([own] * self._ranks))
+            self._send_parts(torch.cat([scaled] * self._ranks))
             return
         self._arriving = grad.new_empty(grad.shape[0] * self._ranks, grad.shape[1])
         self._work = dist.all_gather_into_tensor(
-            self._arriving, own.contiguous(), group=self._pg, async_op=True
+            self._arriving, scaled.contiguous(), group=self._pg, async_op=True
         )
 
     def gradients(self) -> Tensor:
@@ -191,12 +191,12 @@ class _ColumnExchange(_Exchange):
         self._shape = local_embs.shape
         self._samples = local_embs.shape[0] // pg.size()
         # Number of values received from each rank, and sent to each rank.
-        self._got = [self._samples * dim for dim in dims]
-        self._given = [self._samples * local_embs.shape[1]] * pg.size()
+        self._receive_splits = [self._samples * dim for dim in dims]
+        self._send_splits = [self._samples * local_embs.shape[1]] * pg.size()
         super().__init__(pg, local_embs)
 
     def begin_rows(self, rows: Tensor) -> None:
-        self._send(rows.reshape(-1), self._given, self._got)
+        self._send(rows.reshape(-1), self._send_splits, self._receive_splits)
 
     def rows(self) -> Tensor:
         return torch.cat(self._by_rank(self._arrived()), dim=1)
@@ -208,7 +208,7 @@ class _ColumnExchange(_Exchange):
                 torch.div(part, self._ranks, out=to)
             else:
                 to.copy_(part)
-        self._send(flat, self._got, self._given)
+        self._send(flat, self._receive_splits, self._send_splits)
 
     def gradients(self) -> Tensor:
         return self._arrived().view(self._shape)
@@ -217,7 +217,7 @@ class _ColumnExchange(_Exchange):
         """Views ``[samples, columns]`` of the values received from each rank."""
         return [
             part.view(self._samples, dim)
-            for part, dim in zip(flat.split(self._got), self._dims, strict=True)
+            for part, dim in zip(flat.split(self._receive_splits), self._dims, strict=True)
         ]
 
     def _send(self, values: Tensor, to: list[int], of: list[int]) -> None:

@@ -133,10 +133,10 @@ class ScoreWire:
         """
         looked_up = {feature for config in configs for feature in config.feature_names}
         scores = {feature for table in self.tables for feature in table.score_features}
-        kept = [i for i, key in enumerate(features.keys()) if key not in scores - looked_up]
-        if len(kept) == len(features.keys()):
+        positions = [i for i, key in enumerate(features.keys()) if key not in scores - looked_up]
+        if len(positions) == len(features.keys()):
             return features
-        others = features.permute(kept)
+        others = features.permute(positions)
         others._inverse_indices = features.inverse_indices_or_none()
         return others
 
@@ -202,19 +202,22 @@ def _check_bags(features: KeyedJaggedTensor, table: str, feature: str, source: s
     if source not in features.keys():  # noqa: SIM118
         raise ValueError(f"{what}, which the batch lacks: it has {features.keys()}.")
     ids, scores = features[feature], features[source]
-    own, its = ids.lengths(), scores.lengths()
-    if own.shape != its.shape or ids.values().numel() != scores.values().numel():
+    id_lengths, score_lengths = ids.lengths(), scores.lengths()
+    if id_lengths.shape != score_lengths.shape or ids.values().numel() != scores.values().numel():
         raise ValueError(
-            f"{what}, which has {scores.values().numel()} values in {its.numel()} bags, but must "
-            f"have one for each of {ids.values().numel()} ids in {own.numel()} bags."
+            f"{what}, which has {scores.values().numel()} values in {score_lengths.numel()} bags, "
+            f"but must have one for each of {ids.values().numel()} ids in {id_lengths.numel()} "
+            "bags."
         )
-    if own.device.type == "cuda":
-        torch._assert_async((own == its).all(), f"{what}: its bags must have the same lengths.")
-    elif not torch.equal(own, its):
-        bag = int((own != its).nonzero()[0])
+    if id_lengths.device.type == "cuda":
+        torch._assert_async(
+            (id_lengths == score_lengths).all(), f"{what}: its bags must have the same lengths."
+        )
+    elif not torch.equal(id_lengths, score_lengths):
+        bag = int((id_lengths != score_lengths).nonzero()[0])
         raise ValueError(
-            f"{what}, whose bag {bag} has {int(its[bag])} values, but must have one for each of "
-            f"{int(own[bag])} ids."
+            f"{what}, whose bag {bag} has {int(score_lengths[bag])} values, but must have one for "
+            f"each of {int(id_lengths[bag])} ids."
         )
 
 

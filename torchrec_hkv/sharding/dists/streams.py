@@ -21,13 +21,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 class BagContext(EmbeddingBagCollectionContext):
     """TorchRec's context, with the CUDA stream of the batch's input distribution."""
 
-    exchanged_on: torch.cuda.Stream | None = None
+    exchange_stream: torch.cuda.Stream | None = None
 
 
 class SequenceContext(EmbeddingCollectionContext):
     """TorchRec's context, with the CUDA stream of the batch's input distribution."""
 
-    exchanged_on: torch.cuda.Stream | None = None
+    exchange_stream: torch.cuda.Stream | None = None
 
 
 def note_exchange(ctx: Any, device: torch.device | None) -> None:
@@ -39,7 +39,7 @@ def note_exchange(ctx: Any, device: torch.device | None) -> None:
         device: device of the tables.
     """
     if device is not None and device.type == "cuda":
-        ctx.exchanged_on = torch.cuda.current_stream(device)
+        ctx.exchange_stream = torch.cuda.current_stream(device)
 
 
 def follow_exchange(
@@ -56,36 +56,36 @@ def follow_exchange(
         The current stream; None without a GPU.
     """
     # The module that contains this one may pass TorchRec's own context.
-    exchanged_on = getattr(ctx, "exchanged_on", None)
-    if exchanged_on is None:
+    exchange_stream = getattr(ctx, "exchange_stream", None)
+    if exchange_stream is None:
         return None
     current = torch.cuda.current_stream(device)
-    if current != exchanged_on:
-        current.wait_stream(exchanged_on)
+    if current != exchange_stream:
+        current.wait_stream(exchange_stream)
         input.record_stream(current)
         ctx.record_stream(current)
     return current
 
 
-def follow_lookup(outputs: LazyAwaitable[Any], looked_up_on: torch.cuda.Stream | None) -> None:
+def follow_lookup(outputs: LazyAwaitable[Any], lookup_stream: torch.cuda.Stream | None) -> None:
     """Makes the stream that takes the outputs of a lookup wait for the lookup's stream.
 
     Args:
         outputs: the outputs.
-        looked_up_on: result of :func:`follow_exchange`.
+        lookup_stream: result of :func:`follow_exchange`.
     """
-    if looked_up_on is not None:
-        outputs.callbacks.append(functools.partial(_taken, looked_up_on=looked_up_on))
+    if lookup_stream is not None:
+        outputs.callbacks.append(functools.partial(_record_stream, lookup_stream=lookup_stream))
 
 
-def _taken(
-    outputs: KeyedTensor | dict[str, JaggedTensor], looked_up_on: torch.cuda.Stream
+def _record_stream(
+    outputs: KeyedTensor | dict[str, JaggedTensor], lookup_stream: torch.cuda.Stream
 ) -> KeyedTensor | dict[str, JaggedTensor]:
     """A callback on the stream that takes the outputs."""
-    current = torch.cuda.current_stream(looked_up_on.device)
-    if current != looked_up_on:
+    current = torch.cuda.current_stream(lookup_stream.device)
+    if current != lookup_stream:
         for tensor in [outputs] if isinstance(outputs, KeyedTensor) else outputs.values():
             tensor.record_stream(current)
         # The lookup's inputs are freed by now, and the lookup's stream may reuse their memory.
-        looked_up_on.wait_stream(current)
+        lookup_stream.wait_stream(current)
     return outputs

@@ -41,18 +41,20 @@ class Uniqueness:
         """Whether a table's ids are declared unique within a lookup of a shard."""
         return _has(self.shard_unique, table)
 
-    def check_tables(self, tables: Iterable[str], ours: Iterable[str], dedups: bool) -> None:
+    def check_tables(
+        self, tables: Iterable[str], backend_tables: Iterable[str], dedups: bool
+    ) -> None:
         """Checks that named tables exist, and that the declarations have an effect.
 
         Args:
             tables: tables of the collection.
-            ours: the tables on backends.
+            backend_tables: the tables on backends.
             dedups: whether the collection deduplicates ids.
 
         Raises:
             ValueError: a table does not exist, or ``unique`` has no effect.
         """
-        for field, known in (("unique", tables), ("shard_unique", ours)):
+        for field, known in (("unique", tables), ("shard_unique", backend_tables)):
             given = getattr(self, field)
             unknown = [] if isinstance(given, bool) else sorted(set(given) - set(known))
             if unknown:

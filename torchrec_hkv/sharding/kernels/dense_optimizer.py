@@ -30,7 +30,7 @@ def sharded_state(
             ``[rows]`` is stacked in the order of columns, then rows.
     """
     order = sorted(table.shards_metadata, key=lambda shard: tuple(reversed(shard.shard_offsets)))
-    places = _stacked(order) if local[0].dim() == 1 else _beside(order, local[0])
+    places = _stacked(order) if local[0].dim() == 1 else _concatenated(order, local[0])
     states = [
         ShardMetadata(shard_offsets=offsets, shard_sizes=sizes, placement=shard.placement)
         for shard, (offsets, sizes) in zip(order, places, strict=True)
@@ -38,14 +38,14 @@ def sharded_state(
     size = [
         max(offsets[dim] + sizes[dim] for offsets, sizes in places) for dim in range(local[0].dim())
     ]
-    held = {
+    rank_shards = {
         (shard.row_offset, shard.column_offset): tensor
         for shard, tensor in zip(shards, local, strict=True)
     }
     rank = dist.get_rank()
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local_shards=[
-            Shard(tensor=held[tuple(shard.shard_offsets)], metadata=state)
+            Shard(tensor=rank_shards[tuple(shard.shard_offsets)], metadata=state)
             for shard, state in zip(order, states, strict=True)
             if shard.placement.rank() == rank
         ],
@@ -71,7 +71,7 @@ def _stacked(order: Sequence[ShardMetadata]) -> list[_Place]:
     return places
 
 
-def _beside(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
+def _concatenated(order: Sequence[ShardMetadata], local: torch.Tensor) -> list[_Place]:
     """Places of states that are distributed like the weight. All shards of a table have the same
     width, and so do their states."""
     columns = sorted({shard.shard_offsets[1] for shard in order})

@@ -96,8 +96,8 @@ class BackendKernel(FusedOptimizerModule):
         if not self._unique_tables:
             return
         ends = features.offset_per_key()
-        for name, own in self._unique_tables:
-            parts = [features.values()[ends[f] : ends[f + 1]] for f in own]
+        for name, table_features in self._unique_tables:
+            parts = [features.values()[ends[f] : ends[f + 1]] for f in table_features]
             check_ids(torch.cat(parts), name, "in a lookup of a shard")
 
     def _unpacked(
@@ -120,14 +120,16 @@ class BackendKernel(FusedOptimizerModule):
         read = self._read_dense_states()
         states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for name, parameter in self._param_per_table.items():
-            held = [index for index, shard in enumerate(self.shards) if shard.name == name]
-            shards = [self.shards[index] for index in held]
-            metadata = self._config.embedding_tables[held[0]].global_metadata
+            shard_indices = [index for index, shard in enumerate(self.shards) if shard.name == name]
+            shards = [self.shards[index] for index in shard_indices]
+            metadata = self._config.embedding_tables[shard_indices[0]].global_metadata
             states[parameter] = {
-                f"{name}.{key}": sharded_state(metadata, shards, [read[i][key] for i in held])
+                f"{name}.{key}": sharded_state(
+                    metadata, shards, [read[i][key] for i in shard_indices]
+                )
                 if value.is_floating_point()
                 else value  # a count, the same for all shards
-                for key, value in read[held[0]].items()
+                for key, value in read[shard_indices[0]].items()
             }
         return states
 
@@ -229,7 +231,7 @@ class BackendEmbeddingBag(BackendKernel, BaseBatchedEmbeddingBag[torch.Tensor]):
         Args:
             features: int64 ids of the group's features, feature-major, with weights if the
                 collection is weighted.
-            vbe_output: unused; :class:`PooledLookup` merges the outputs of groups.
+            vbe_output: unused; :class:`BackendPooledLookup` merges the outputs of groups.
             vbe_output_offsets: unused.
 
         Returns:

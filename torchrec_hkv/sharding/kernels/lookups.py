@@ -75,7 +75,7 @@ class _RefusesStateTracking:
         super().register_optim_state_tracker_fn(record_fn)
 
 
-class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLookup):
+class BackendPooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLookup):
     """Lookup for pooled tables."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class PooledLookup(_AnyDtype, _RefusesStateTracking, GroupedPooledEmbeddingsLook
         )
 
 
-class SequenceLookup(_AnyDtype, _RefusesStateTracking, GroupedEmbeddingsLookup):
+class BackendSequenceLookup(_AnyDtype, _RefusesStateTracking, GroupedEmbeddingsLookup):
     """Lookup for sequence tables."""
 
     def _create_embedding_kernel(

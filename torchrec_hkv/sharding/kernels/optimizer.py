@@ -156,12 +156,12 @@ def _refuse(table: str, what: str, allowed: str) -> ValueError:
 
 
 def _refuse_others(
-    table: str, optimizer: str, fused_params: Mapping[str, Any], known: frozenset[str]
+    table: str, optimizer: str, fused_params: Mapping[str, Any], supported: frozenset[str]
 ) -> None:
     defaults = _fbgemm_defaults()
     for name, value in fused_params.items():
         # output_dtype is handled in output_dtype.py.
-        if name in ("optimizer", "learning_rate", "output_dtype") or name in known:
+        if name in ("optimizer", "learning_rate", "output_dtype") or name in supported:
             continue
         if name in _ABOUT_STOCK_STORAGE:
             continue
@@ -169,7 +169,7 @@ def _refuse_others(
         if not is_tensor and name in defaults and value == defaults[name]:
             continue
         if is_tensor or value not in (None, False, 0):
-            allowed = ", ".join(["learning_rate (lr)", *sorted(known)])
+            allowed = ", ".join(["learning_rate (lr)", *sorted(supported)])
             reason = f"with {optimizer} allowed are {allowed}"
             if name == _MAX_NORM:
                 reason = "only row-wise Adagrad has max_norm; " + reason
@@ -318,7 +318,7 @@ def check_fused_optimizer(
         raise ValueError(f"table {table!r}: stock tables lack the optimizer {name}{where}.")
     of_parameter: list[dict[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
     given = {**(sharder_fused_params or {}), **(of_parameter[0] if of_parameter else {})}
-    own = {**_FOR_ALL, **_ATTRIBUTES[name]}
+    allowed = {**_FOR_ALL, **_ATTRIBUTES[name]}
     for argument in given:
-        if argument in own and argument not in _fbgemm_defaults():
+        if argument in allowed and argument not in _fbgemm_defaults():
             raise ValueError(f"table {table!r}: stock tables lack the argument {argument}.")

@@ -93,12 +93,12 @@ def check_output_dtypes(
     for dtypes in found.values():
         (first, dtype), *others = dtypes.items()
         for name, other in others:
-            ours = {first, name} & {
+            backend_dtypes = {first, name} & {
                 table
                 for table, sharding in shardings.items()
                 if isinstance(sharding, BackendParameterSharding)
             }
-            if other != dtype and ours:
+            if other != dtype and backend_dtypes:
                 raise ValueError(
                     f"Table {first!r} has outputs of {dtype} and table {name!r} of {other}, but "
                     "tables of one collection and sharding type are exchanged together and need "

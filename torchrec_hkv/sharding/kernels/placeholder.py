@@ -25,13 +25,13 @@ class ClipNotice:
 
     def __init__(self, tables: Sequence[str]) -> None:
         self._tables = list(dict.fromkeys(tables))
-        self._is_given = False
+        self._has_warned = False
 
     def clipped(self) -> None:
         """Called when a clipping function reads the gradient of these tables."""
-        if self._is_given:
+        if self._has_warned:
             return
-        self._is_given = True
+        self._has_warned = True
         names = ", ".join(map(repr, self._tables))
         warnings.warn(
             "Clipping .grad does not change how the rows of these tables are trained: "

@@ -34,7 +34,7 @@ def accumulate_gradients(model: nn.Module) -> Iterator[None]:
             "accumulate_gradients out."
         )
     for collection in collections:
-        for name, table in collection.found_tables().items():
+        for name, table in collection.sharded_tables().items():
             if not registry.get(table.planned.backend).accumulates:
                 raise ValueError(
                     f"Table {name!r} is on backend {table.planned.backend!r}, which can't "

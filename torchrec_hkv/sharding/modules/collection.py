@@ -17,7 +17,7 @@ from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup, OptimizerSpec
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.compat import is_2d, to_keyed_jagged_tensor
-from torchrec_hkv.sharding.dists.exchange_groups import Exchange, ExchangeGroup, has_ours
+from torchrec_hkv.sharding.dists.exchange_groups import Exchange, ExchangeGroup, has_backend_tables
 from torchrec_hkv.sharding.dists.scores import ScoreWire
 from torchrec_hkv.sharding.dists.uniqueness import Uniqueness, check_batch
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
@@ -31,7 +31,7 @@ from torchrec_hkv.sharding.validation import PlannedTable
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundTable:
+class ShardedTable:
     """A table on a backend in a model.
 
     Attributes:
@@ -49,18 +49,18 @@ class FoundTable:
     has_files: bool
 
 
-_aside: ContextVar[bool] = ContextVar("tables aside", default=False)
+_skips_file_tables: ContextVar[bool] = ContextVar("tables aside", default=False)
 
 
 @contextlib.contextmanager
-def tables_with_files_aside() -> Iterator[None]:
+def skip_file_tables() -> Iterator[None]:
     """A context in which ``state_dict`` and ``load_state_dict`` skip tables that checkpoints store
     in their own files."""
-    token = _aside.set(True)
+    token = _skips_file_tables.set(True)
     try:
         yield
     finally:
-        _aside.reset(token)
+        _skips_file_tables.reset(token)
 
 
 _NO_COPY = (
@@ -87,10 +87,10 @@ class BackendCollection:
     recipe: Recipe | None = None
 
     #: Sharding types for which TorchRec asks for all tables by name.
-    whole_types: ClassVar[tuple[str, ...]] = ()
+    unsplit_types: ClassVar[tuple[str, ...]] = ()
     #: Sharding types whose exchange groups become parts of one sharding if one of their tables is
     #: on a backend.
-    parted_types: ClassVar[tuple[str, ...]] = ()
+    multi_part_types: ClassVar[tuple[str, ...]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(f"A sharded {_NO_COPY}")
@@ -167,12 +167,14 @@ class BackendCollection:
         groups = by_type if self._exchange.is_plain else self._split(by_type)
         if self._score_wire is not None:
             # TorchRec's own shardings do not send scores.
-            groups = {key: ExchangeGroup.ours(infos) for key, infos in groups.items()}
+            groups = {
+                key: ExchangeGroup.for_backend_sharding(infos) for key, infos in groups.items()
+            }
         return groups
 
     def _split(self, by_type: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Splits the tables of each sharding type into exchange groups."""
-        infos = [info for own in by_type.values() for info in own]
+        infos = [info for type_infos in by_type.values() for info in type_infos]
         configs = {id(info): info.embedding_config for info in infos}
         self._exchange.check_tables([config.name for config in configs.values()])
         return self._exchange.split(
@@ -182,8 +184,8 @@ class BackendCollection:
                 key: config.embedding_dim * len(config.feature_names)
                 for key, config in configs.items()
             },
-            self.whole_types,
-            [key for key in self.parted_types if has_ours(by_type.get(key, ()))],
+            self.unsplit_types,
+            [key for key in self.multi_part_types if has_backend_tables(by_type.get(key, ()))],
         )
 
     def reset_parameters(self) -> None:
@@ -267,14 +269,14 @@ class BackendCollection:
         """The ranks that the tables are spread over."""
         return self._env.sharding_pg if is_2d(self._env) else self._env.process_group
 
-    def found_tables(self) -> dict[str, FoundTable]:
+    def sharded_tables(self) -> dict[str, ShardedTable]:
         """The tables on backends by name, whether or not this rank holds a shard of them."""
-        return {name: self._found(name) for name in self._planned}
+        return {name: self._sharded_table(name) for name in self._planned}
 
-    def _found(self, name: str) -> FoundTable:
+    def _sharded_table(self, name: str) -> ShardedTable:
         planned = self._planned[name]
         backend = registry.get(planned.backend)
-        return FoundTable(
+        return ShardedTable(
             self,
             name,
             planned,
@@ -305,7 +307,7 @@ class BackendCollection:
             present = {key: f"{table_prefix}{key}" for key in state.keys}
             present = {key: path for key, path in present.items() if path in state_dict}
             taken.extend(present.values())
-            if _aside.get() and self._found(name).has_files:
+            if _skips_file_tables.get() and self._sharded_table(name).has_files:
                 continue
             if not self._is_built and not state.is_dense:
                 # TorchRec copies the rows of the unsharded module here; tables on backends are
@@ -339,8 +341,8 @@ class BackendCollection:
         local: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
 
         def check() -> None:
-            for name, its in tensors.items():
-                local[name] = self._table_states[name].local_states(rank, its)
+            for name, tensor in tensors.items():
+                local[name] = self._table_states[name].local_states(rank, tensor)
 
         on_every_rank(check, pg)
         table_states: dict[GroupLookup, dict[str, torch.Tensor]] = {}
@@ -368,7 +370,7 @@ def _export_tables(
     lookups = module.group_lookups()
     rank = dist.get_rank()
     for name, state in module._table_states.items():
-        if _aside.get() and module._found(name).has_files:
+        if _skips_file_tables.get() and module._sharded_table(name).has_files:
             destination.pop(f"{prefix}{module.tables_attribute}.{name}.weight", None)
             continue
         exported = {key: lookups[key].export_table(key) for key in state.keys_on(rank)}

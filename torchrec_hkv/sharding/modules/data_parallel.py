@@ -38,7 +38,11 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_hkv.sharding.kernels.kernel import BackendKernel
-from torchrec_hkv.sharding.kernels.lookups import MakesLookup, PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.kernels.lookups import (
+    BackendPooledLookup,
+    BackendSequenceLookup,
+    MakesLookup,
+)
 from torchrec_hkv.sharding.kernels.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.parameter_sharding import BackendParameterSharding
 
@@ -56,7 +60,7 @@ class _ReplicatedLookup:
             kernel.emb_module.replicate(pg)
         return kernel
 
-    def leave_out_ours(self) -> None:
+    def hide_placeholders_from_ddp(self) -> None:
         """Hides the placeholders of tables on backends from DistributedDataParallel."""
         names = [
             name
@@ -69,7 +73,7 @@ class _ReplicatedLookup:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
 
 
-class ReplicatedPooledLookup(_ReplicatedLookup, PooledLookup):
+class ReplicatedPooledLookup(_ReplicatedLookup, BackendPooledLookup):
     """Lookup for data-parallel pooled tables."""
 
     def _create_embedding_kernel(
@@ -82,7 +86,7 @@ class ReplicatedPooledLookup(_ReplicatedLookup, PooledLookup):
         return self._replicate(super()._create_embedding_kernel(config, device, pg, *args), pg)
 
 
-class ReplicatedSequenceLookup(_ReplicatedLookup, SequenceLookup):
+class ReplicatedSequenceLookup(_ReplicatedLookup, BackendSequenceLookup):
     """Lookup for data-parallel sequence tables."""
 
     def _create_embedding_kernel(
@@ -110,7 +114,7 @@ class _DataParallelPooled(MakesLookup):
             env=self._env,
             output_dtype=output_dtype_of_ranks([self._grouped_embedding_configs]),
         )
-        lookup.leave_out_ours()
+        lookup.hide_placeholders_from_ddp()
         return lookup
 
 
@@ -127,11 +131,11 @@ class _DataParallelSequence(MakesLookup):
             env=self._env,
             output_dtype=output_dtype_of_ranks([self._grouped_embedding_configs]),
         )
-        lookup.leave_out_ours()
+        lookup.hide_placeholders_from_ddp()
         return lookup
 
 
-class _NothingSent:
+class _LocalDists:
     """Distributions for tables that every rank holds; a mixin before TorchRec's base class."""
 
     output_dist_type: type[BaseEmbeddingDist]
@@ -147,25 +151,25 @@ class _NothingSent:
         return self.output_dist_type()
 
 
-class OurPooled(_DataParallelPooled, _NothingSent, BaseDpEmbeddingSharding):
+class BackendDpPooledSharding(_DataParallelPooled, _LocalDists, BaseDpEmbeddingSharding):
     """Data-parallel pooled tables, all on backends. It is not a DpPooledEmbeddingSharding, because
     TorchRec would wrap that."""
 
     output_dist_type = DpPooledEmbeddingDist
 
 
-class MixedPooled(_DataParallelPooled, DpPooledEmbeddingSharding):
+class MixedDpPooledSharding(_DataParallelPooled, DpPooledEmbeddingSharding):
     """Data-parallel pooled tables, stock and on backends."""
 
 
-class OurSequence(_DataParallelSequence, _NothingSent, BaseDpEmbeddingSharding):
+class BackendDpSequenceSharding(_DataParallelSequence, _LocalDists, BaseDpEmbeddingSharding):
     """Data-parallel sequence tables, all on backends. It is not a DpSequenceEmbeddingSharding,
     because TorchRec would wrap that."""
 
     output_dist_type = DpSequenceEmbeddingDist
 
 
-class MixedSequence(_DataParallelSequence, DpSequenceEmbeddingSharding):
+class MixedDpSequenceSharding(_DataParallelSequence, DpSequenceEmbeddingSharding):
     """Data-parallel sequence tables, stock and on backends."""
 
 
@@ -183,7 +187,9 @@ def data_parallel_pooled(
         device: device of the tables.
         _not_sent: further arguments of other shardings, which exchange rows; ignored.
     """
-    return (OurPooled if _all_ours(sharding_infos) else MixedPooled)(sharding_infos, env, device)
+    return (BackendDpPooledSharding if _all_on_backends(sharding_infos) else MixedDpPooledSharding)(
+        sharding_infos, env, device
+    )
 
 
 def data_parallel_sequence(
@@ -193,9 +199,11 @@ def data_parallel_sequence(
     **_not_sent: Any,
 ) -> EmbeddingSharding:
     """The data-parallel sharding for sequence tables; see :func:`data_parallel_pooled`."""
-    make = OurSequence if _all_ours(sharding_infos) else MixedSequence
+    make = (
+        BackendDpSequenceSharding if _all_on_backends(sharding_infos) else MixedDpSequenceSharding
+    )
     return make(sharding_infos, env, device)
 
 
-def _all_ours(sharding_infos: list[EmbeddingShardingInfo]) -> bool:
+def _all_on_backends(sharding_infos: list[EmbeddingShardingInfo]) -> bool:
     return all(isinstance(info.param_sharding, BackendParameterSharding) for info in sharding_infos)

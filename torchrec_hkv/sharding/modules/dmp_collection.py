@@ -244,7 +244,7 @@ class DMPCollection(model_parallel.DMPCollection):
         for _, collection in named_collections(self):
             lookups = collection.group_lookups()
             seen: set[GroupLookup] = set()
-            for table in collection.found_tables().values():
+            for table in collection.sharded_tables().values():
                 if table.planned.sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
                     continue  # all ranks hold it, and average its gradients
                 for key in table.state.keys_on(dist.get_rank()):

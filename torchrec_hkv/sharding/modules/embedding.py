@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_hkv.compat import to_keyed_jagged_tensor
-from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_ours
+from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_backend_sharding
 from torchrec_hkv.sharding.dists.features import check_row_numbers, prepare_features
 from torchrec_hkv.sharding.dists.index_dedup import deduplicate
 from torchrec_hkv.sharding.dists.streams import (
@@ -41,7 +41,7 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
 
     tables_attribute = "embeddings"
     configs_attribute = "_embedding_configs"
-    whole_types = (ShardingType.COLUMN_WISE.value,)
+    unsplit_types = (ShardingType.COLUMN_WISE.value,)
 
     @classmethod
     def create_embedding_sharding(
@@ -55,7 +55,7 @@ class BackendEmbeddingCollection(BackendCollection, ShardedEmbeddingCollection):
         """Overrides TorchRec's hook: the sharding for all tables of one sharding type."""
         qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
         sharding_type = sharding_type.partition("/")[0]  # without the number of the group
-        if not needs_ours(sharding_infos):
+        if not needs_backend_sharding(sharding_infos):
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
             )

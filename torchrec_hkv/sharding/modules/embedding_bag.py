@@ -24,9 +24,9 @@ from torchrec.distributed.types import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_hkv.compat import input_dist_has_more_to_do, to_keyed_jagged_tensor
+from torchrec_hkv.compat import input_dist_has_extra_steps, to_keyed_jagged_tensor
 from torchrec_hkv.sharding.dists.awaitables import BatchAwaitable
-from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_ours
+from torchrec_hkv.sharding.dists.exchange_groups import codecs_of, needs_backend_sharding
 from torchrec_hkv.sharding.dists.features import check_row_numbers, in_order, prepare_features
 from torchrec_hkv.sharding.dists.means import Means, divide
 from torchrec_hkv.sharding.dists.streams import (
@@ -37,7 +37,7 @@ from torchrec_hkv.sharding.dists.streams import (
 )
 from torchrec_hkv.sharding.modules.collection import BackendCollection
 from torchrec_hkv.sharding.modules.embedding_sharding import POOLED_SHARDINGS
-from torchrec_hkv.sharding.modules.parts import PartedLookup
+from torchrec_hkv.sharding.modules.multi_part_lookup import MultiPartLookup
 from torchrec_hkv.sharding.validation import PlannedTable
 
 # Sharding types whose column shards arrive in the order of ranks and are permuted to the order of
@@ -50,7 +50,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
 
     tables_attribute = "embedding_bags"
     configs_attribute = "_embedding_bag_configs"
-    parted_types = (ShardingType.ROW_WISE.value,)
+    multi_part_types = (ShardingType.ROW_WISE.value,)
     #: Whether feature processors compute the weights of ids after the input distribution.
     has_feature_processors = False
 
@@ -80,7 +80,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
     ) -> EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, torch.Tensor, torch.Tensor]:
         """Overrides TorchRec's hook: the sharding for all tables of one sharding type."""
         qcomm_codecs_registry = codecs_of(sharding_infos, qcomm_codecs_registry)
-        if not needs_ours(sharding_infos):
+        if not needs_backend_sharding(sharding_infos):
             return super().create_embedding_bag_sharding(
                 sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
             )
@@ -124,7 +124,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
         if (
             self._has_uninitialized_input_dist
             or features.variable_stride_per_key()
-            or input_dist_has_more_to_do(self)
+            or input_dist_has_extra_steps(self)
         ):
             # For the first batch TorchRec warns of ids beyond num_embeddings, but tables on
             # backends take any id.
@@ -186,7 +186,7 @@ class BackendEmbeddingBagCollection(BackendCollection, ShardedEmbeddingBagCollec
     def _expect(self, ctx: EmbeddingBagCollectionContext) -> None:
         """Passes the context of the batch to lookups that send their own outputs."""
         for lookup, context in zip(self._lookups, ctx.sharding_contexts, strict=True):
-            if isinstance(lookup, PartedLookup):
+            if isinstance(lookup, MultiPartLookup):
                 lookup.expect(context)
 
     def _with_means(

@@ -39,10 +39,18 @@ from torchrec_hkv.sharding.dists.input_dist import (
     TableWiseFeaturesDist,
 )
 from torchrec_hkv.sharding.dists.output_dist import RowWiseOutputDist, TableWiseOutputDist
-from torchrec_hkv.sharding.kernels.lookups import MakesLookup, PooledLookup, SequenceLookup
+from torchrec_hkv.sharding.kernels.lookups import (
+    BackendPooledLookup,
+    BackendSequenceLookup,
+    MakesLookup,
+)
 from torchrec_hkv.sharding.kernels.output_dtype import output_dtype_of_ranks
 from torchrec_hkv.sharding.modules.data_parallel import data_parallel_pooled, data_parallel_sequence
-from torchrec_hkv.sharding.modules.parts import PartedLookup, PartedOutputDist, groups_of_parts
+from torchrec_hkv.sharding.modules.multi_part_lookup import (
+    MultiPartLookup,
+    MultiPartOutputDist,
+    groups_of_parts,
+)
 from torchrec_hkv.sharding.parameter_sharding import tag_of
 
 
@@ -66,8 +74,8 @@ class _Pooled(MakesLookup):
             output_dtype=output_dtype_of_ranks(self._grouped_embedding_configs_per_rank),
         )
 
-    def _lookup(self, **arguments: Any) -> PooledLookup:
-        return PooledLookup(**arguments)
+    def _lookup(self, **arguments: Any) -> BackendPooledLookup:
+        return BackendPooledLookup(**arguments)
 
 
 class _Sequence(MakesLookup):
@@ -76,7 +84,7 @@ class _Sequence(MakesLookup):
     def make_lookup(
         self, device: torch.device, feature_processor: BaseGroupedFeatureProcessor | None
     ) -> BaseEmbeddingLookup:
-        return SequenceLookup(
+        return BackendSequenceLookup(
             grouped_configs=self._grouped_embedding_configs_per_rank[self._rank],
             pg=self._pg,
             device=device,
@@ -202,7 +210,7 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, torch.Tensor, torch.Tensor]:
         """The output distribution of pooled rows."""
         if self._parts:
-            return PartedOutputDist(self._dists)
+            return MultiPartOutputDist(self._dists)
         return self._dist(self._grouped_embedding_configs, None)
 
     def _dist(
@@ -214,10 +222,10 @@ class RowWisePooled(_RowWise, _Pooled, RwPooledEmbeddingSharding):
             embedding_dims=[dim for group in groups for dim in group.embedding_dims()],
         )
 
-    def _lookup(self, **arguments: Any) -> PooledLookup:
+    def _lookup(self, **arguments: Any) -> BackendPooledLookup:
         if not self._parts:
             return super()._lookup(**arguments)
-        return PartedLookup(parts=self._num_groups, dists=self._dists, **arguments)
+        return MultiPartLookup(parts=self._num_groups, dists=self._dists, **arguments)
 
 
 class TableWisePooled(_TableWisePooled, TwPooledEmbeddingSharding):

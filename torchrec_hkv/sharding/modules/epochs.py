@@ -29,7 +29,7 @@ def set_epoch(model: nn.Module, epoch: int) -> None:
     """
     check_range("set_epoch", "epoch", epoch, 0, _LAST)
     collections = [collection for _, collection in named_collections(model)]
-    tables = [table for collection in collections for table in collection.found_tables().values()]
+    tables = [table for collection in collections for table in collection.sharded_tables().values()]
     if not any(table.planned.shards[0].options.has_epochs for table in tables):
         raise ValueError(
             "set_epoch needs a table with epochs, but the model has none: give a table "

@@ -175,12 +175,12 @@ class BackendEmbeddingBagCollectionSharder(_BackendSharder, EmbeddingBagCollecti
         Raises:
             ValueError: a backend can't serve a table as planned.
         """
-        made = BackendEmbeddingBagCollection(
+        sharded = BackendEmbeddingBagCollection(
             **self._shard_arguments(module, params, env, device, module_fqn),
             sharded_module_order_overwrite=self._sharded_module_order_overwrite,
         )
-        made.recipe = Recipe.of(self, module, env, device, module_fqn)
-        return made
+        sharded.recipe = Recipe.of(self, module, env, device, module_fqn)
+        return sharded
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingBagCollection]:
@@ -211,12 +211,12 @@ class BackendEmbeddingCollectionSharder(_BackendSharder, EmbeddingCollectionShar
         Raises:
             ValueError: a backend can't serve a table as planned.
         """
-        made = BackendEmbeddingCollection(
+        sharded = BackendEmbeddingCollection(
             **self._shard_arguments(module, params, env, device, module_fqn),
             use_index_dedup=self._use_index_dedup,
         )
-        made.recipe = Recipe.of(self, module, env, device, module_fqn)
-        return made
+        sharded.recipe = Recipe.of(self, module, env, device, module_fqn)
+        return sharded
 
     @property
     def sharded_module_type(self) -> type[ShardedEmbeddingCollection]:
@@ -287,13 +287,13 @@ class BackendFeatureProcessedEmbeddingBagCollectionSharder(
                     "the weights: use an eviction policy other than 'customized'."
                 )
         bags_path = None if module_fqn is None else joined(module_fqn, PROCESSED_BAGS)
-        made = super().shard(module, params, env, device, bags_path)
-        bags = getattr(made, PROCESSED_BAGS)
+        sharded = super().shard(module, params, env, device, bags_path)
+        bags = getattr(sharded, PROCESSED_BAGS)
         if isinstance(bags, BackendEmbeddingBagCollection):
             bags.has_feature_processors = True
             # The bags are never sharded again by themselves: the module with the processors is.
             bags.recipe = None
-        return made
+        return sharded
 
 
 #: The sharders of modules that may have tables on backends.
@@ -317,5 +317,7 @@ def get_default_sharders(
     bags = BackendEmbeddingBagCollectionSharder(num_groups=num_groups, wire_dtype=wire_dtype)
     sequences = BackendEmbeddingCollectionSharder(num_groups=num_groups, wire_dtype=wire_dtype)
     processed = BackendFeatureProcessedEmbeddingBagCollectionSharder(bags)
-    ours = {sharder.module_type: sharder for sharder in (bags, processed, sequences)}
-    return [ours.get(sharder.module_type, sharder) for sharder in stock_default_sharders()]
+    backend_sharders = {sharder.module_type: sharder for sharder in (bags, processed, sequences)}
+    return [
+        backend_sharders.get(sharder.module_type, sharder) for sharder in stock_default_sharders()
+    ]

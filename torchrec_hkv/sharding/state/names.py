@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_hkv.sharding.modules.collection import BackendCollection, FoundTable
+from torchrec_hkv.sharding.modules.collection import BackendCollection, ShardedTable
 
 # Prefix of keys under DistributedDataParallel, which DistributedModelParallel removes once.
 _WRAPPED = "module"
@@ -65,7 +65,7 @@ def named_collections(model: nn.Module) -> Iterator[tuple[str, BackendCollection
             yield joined(path, module.tables_attribute), module
 
 
-def named_tables(model: nn.Module) -> dict[str, FoundTable]:
+def named_tables(model: nn.Module) -> dict[str, ShardedTable]:
     """The tables on backends of a model by full name, on all ranks.
 
     Args:
@@ -74,7 +74,7 @@ def named_tables(model: nn.Module) -> dict[str, FoundTable]:
     return {
         joined(prefix, name): table
         for prefix, collection in named_collections(model)
-        for name, table in collection.found_tables().items()
+        for name, table in collection.sharded_tables().items()
     }
 
 

@@ -131,7 +131,7 @@ class ShardedTableState:
             rank: this rank.
             exported: the backend's export of each shard on this rank, by shard key.
         """
-        own = {
+        rank_tensors = {
             SHARDS_KEY: torch.tensor([len(self.specs)], dtype=torch.int64),
             LAYOUT_KEY: torch.tensor([self.layout or 0], dtype=torch.int64),
         }
@@ -140,9 +140,9 @@ class ShardedTableState:
                 key,
                 rank,
                 {
-                    shard: own[key] if key in own else tensors[key]
+                    shard: rank_tensors[key] if key in rank_tensors else tensors[key]
                     for shard, tensors in exported.items()
-                    if key in own or key in tensors
+                    if key in rank_tensors or key in tensors
                 },
             )
             for key in self.keys
@@ -230,14 +230,14 @@ class ShardedTableState:
             )
         for key in self.keys:
             self._check_sharding(key, tensors[key])
-        held = [index for index, holder in enumerate(self.ranks) if holder == rank]
-        states: dict[str, dict[str, torch.Tensor]] = {self.shards[i].key: {} for i in held}
+        shard_indices = [index for index, holder in enumerate(self.ranks) if holder == rank]
+        states: dict[str, dict[str, torch.Tensor]] = {self.shards[i].key: {} for i in shard_indices}
         for key in self.keys:
-            having = [index for index in held if key in self.specs[index]]
+            having = [index for index in shard_indices if key in self.specs[index]]
             local = self._local_tensors(key, tensors[key], having)
             for index, tensor in zip(having, local, strict=True):
                 states[self.shards[index].key][key] = tensor
-        for index in held:
+        for index in shard_indices:
             self._check_tensors(rank, self.specs[index], states[self.shards[index].key])
         return states
 
@@ -269,15 +269,15 @@ class ShardedTableState:
         if count != sum(key in spec for spec in self.specs):
             raise ValueError(self.other_world_size(count))
 
-    def _local_tensors(self, key: str, tensor: Any, held: list[int]) -> list[torch.Tensor]:
-        """The tensors of the shards on this rank, in the order of ``held``."""
+    def _local_tensors(self, key: str, tensor: Any, shard_indices: list[int]) -> list[torch.Tensor]:
+        """The tensors of the shards on this rank, in the order of ``shard_indices``."""
         if not isinstance(tensor, ShardedTensor):
-            return [self._part(key, tensor, index) for index in held]
+            return [self._part(key, tensor, index) for index in shard_indices]
         local = tensor.local_shards()
-        if len(local) != len(held):
+        if len(local) != len(shard_indices):
             raise ValueError(
                 f"In the state of table {self.name!r}, {key!r} has {len(local)} shards on this "
-                f"rank, but must have {len(held)}."
+                f"rank, but must have {len(shard_indices)}."
             )
         return [shard.tensor for shard in local]
 

@@ -46,8 +46,8 @@ def exchange_state(
         ValueError: the state does not match, or entries found no slot. All ranks raise.
     """
     table = _StateExchange(state, local, device, pg)
-    table_state = table.of_whole("table_state")
-    layout = int(table.of_whole(LAYOUT_KEY))
+    table_state = table.whole_table_tensor("table_state")
+    layout = int(table.whole_table_tensor(LAYOUT_KEY))
     on_every_rank(lambda: [load.check(table_state) for load in loads.values()], pg)
     if layout == state.layout:
         table.load_same(loads, table_state)
@@ -76,7 +76,7 @@ class _StateExchange:
             for offset in offsets
         ]
 
-    def _from_holder(self, key: str, index: int, tensor: Tensor | None, shape: Any) -> Tensor:
+    def _broadcast(self, key: str, index: int, tensor: Tensor | None, shape: Any) -> Tensor:
         """Broadcasts a tensor of a shard from its rank."""
         if tensor is None:
             spec = self._state.specs[index][key]
@@ -87,16 +87,16 @@ class _StateExchange:
             dist.broadcast(tensor, self._state.ranks[index], group=self._pg)
         return tensor
 
-    def _held(self, key: str, index: int) -> Tensor | None:
+    def _local_tensor(self, key: str, index: int) -> Tensor | None:
         if self._state.ranks[index] != self._rank:
             return None
         return self._local[self._state.shards[index].key][key]
 
-    def of_whole(self, key: str) -> Tensor:
+    def whole_table_tensor(self, key: str) -> Tensor:
         """A tensor of the first shard that describes the whole table."""
         index = self._rows[0][0]
         shape = self._state.specs[index][key].shape
-        return self._from_holder(key, index, self._held(key, index), shape).cpu()
+        return self._broadcast(key, index, self._local_tensor(key, index), shape).cpu()
 
     def _keys_of_entries(self) -> list[str]:
         """Names of one-dimensional tensors, which shards of the first column have."""
@@ -116,8 +116,8 @@ class _StateExchange:
             if len(indices) > 1:
                 for key in [*self._keys_of_entries(), *self._keys_of_counts(indices[0])]:
                     shape = self._state.specs[indices[0]][key].shape
-                    held = self._held(key, indices[0])
-                    of_entries[key] = self._from_holder(key, indices[0], held, shape)
+                    local = self._local_tensor(key, indices[0])
+                    of_entries[key] = self._broadcast(key, indices[0], local, shape)
             for index in indices:
                 if self._state.ranks[index] == self._rank:
                     key = self._state.shards[index].key
@@ -130,37 +130,37 @@ class _StateExchange:
         for indices in self._rows:
             places = self._state.specs[indices[0]]["ids"].shape[0]
             for first in range(0, places, _BATCH):
-                self._show(indices, first, min(_BATCH, places - first), loads)
+                self._put_entries(indices, first, min(_BATCH, places - first), loads)
         for indices in self._rows:
             for key in self._keys_of_counts(indices[0]):
-                self._show_counts(key, indices[0], loads)
+                self._put_counts(key, indices[0], loads)
         on_every_rank(lambda: [load.finish() for load in loads.values()], self._pg)
 
-    def _show_counts(self, key: str, index: int, loads: Mapping[str, EntriesLoad]) -> None:
+    def _put_counts(self, key: str, index: int, loads: Mapping[str, EntriesLoad]) -> None:
         (size,) = self._state.specs[index][key].shape
         for first in range(0, size, _BYTES):
             n = min(_BYTES, size - first)
-            held = self._held(key, index)
-            mine = None if held is None else held[first : first + n]
-            part = self._from_holder(key, index, mine, (n,))
+            local = self._local_tensor(key, index)
+            local_part = None if local is None else local[first : first + n]
+            part = self._broadcast(key, index, local_part, (n,))
             for load in loads.values():
                 load.put_counts(key, first, part)
 
-    def _show(
+    def _put_entries(
         self, indices: list[int], first: int, n: int, loads: Mapping[str, EntriesLoad]
     ) -> None:
-        held = self._held("occupied", indices[0])
-        part = None if held is None else held[first : first + n]
-        places = self._from_holder("occupied", indices[0], part, (n,)).nonzero().flatten()
+        local = self._local_tensor("occupied", indices[0])
+        part = None if local is None else local[first : first + n]
+        places = self._broadcast("occupied", indices[0], part, (n,)).nonzero().flatten()
         if places.numel() == 0:
             return
 
         def shown(key: str, index: int) -> Tensor:
-            mine = self._held(key, index)
-            if mine is not None:
-                mine = mine[first : first + n].to(self._device)[places]
+            local_part = self._local_tensor(key, index)
+            if local_part is not None:
+                local_part = local_part[first : first + n].to(self._device)[places]
             shape = (places.numel(), *self._state.specs[index][key].shape[1:])
-            return self._from_holder(key, index, mine, shape)
+            return self._broadcast(key, index, local_part, shape)
 
         entries = {
             key: shown(key, indices[0]) for key in self._keys_of_entries() if key != "occupied"
