@@ -30,16 +30,16 @@ void expire(at::Tensor counters, int64_t handle) {
   }
 #endif
   const CountedCall call(group.clock(), std::nullopt, /*counts=*/false);
-  const hash_table::Visit visit = call.visit(nullptr);
+  const hash_table::CallContext context = call.context(nullptr);
   HKV_ON_GROUP(
       group, call.use(/*inserts=*/false),
       for (int32_t t = 0; t < aging.num_tables; ++t) {
         const auto sweep = hash_table::sweep_of_all(aging.expire_after[t]);
-        hash_table::cpu::expire(group.view(t), sweep, visit, threads);
+        hash_table::cpu::expire(group.view(t), sweep, context, threads);
       },
       hash_table::cuda::tick(call.clock(), call.tick(), stream);
       hash_table::cuda::expire(group.views(), aging.expire_after, aging.num_tables, /*all=*/true,
-                               static_cast<uint32_t>(most_buckets), visit, stream));
+                               static_cast<uint32_t>(most_buckets), context, stream));
 }
 
 void add_aging_ops(torch::Library& m) { m.impl("expire", &expire); }

@@ -63,7 +63,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   placement.moving = group.moving_rows();
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
-    placement.spread = hash_table::cuda::expects_unique_ids(group.update_hint());
+    placement.mostly_unique = hash_table::cuda::expects_unique_ids(group.update_hint());
   }
 #endif
   placement.scores = group.shape().scores;
@@ -82,7 +82,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   const auto enqueue = [&] {
     HKV_ON_DEVICE(
         group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given), group.aging(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.context(given), group.aging(),
                                         placement, out, found, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given, placement, out, found,
@@ -95,7 +95,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
       placement.moving.begin = [](const void* of) {
         (*static_cast<const std::function<void()>*>(of))();
       };
-      placement.moving.begin_of = &moves_begin;
+      placement.moving.begin_context = &moves_begin;
       enqueue();
     });
   } else {

@@ -56,8 +56,8 @@ std::vector<hash_table::ReplicaIds> check_replicas(at::TensorList ids, at::IntAr
 // - absent: indices of ids without a slot.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor>
-meet_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes, int64_t own,
-         const at::Tensor& slots) {
+match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes, int64_t own,
+          const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   const hash_table::TableView& view = group->view(table);
   check_device(slots, "slots", group->device());
@@ -73,31 +73,32 @@ meet_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef size
     TORCH_CHECK_VALUE(at[i] >= 0 && at[i] < view.num_slots, "slots has ", at[i],
                       ", but the table has ", view.num_slots, ".");
   }
-  int64_t most = 0, most_left = 0;
+  int64_t most = 0, max_removed = 0;
   for (const hash_table::ReplicaIds& replica : replicas) {
     most += replica.touched();
-    most_left += replica.num_left;
+    max_removed += replica.num_removed;
   }
   const auto numbers = [&](int64_t n) { return at::empty({n}, slots.options()); };
   const auto marks = [&] { return at::empty({most}, slots.options().dtype(at::kBool)); };
   at::Tensor known = marks(), touched = marks(), is_new = marks();
-  at::Tensor met = numbers(most), its_slots = numbers(most), left = numbers(most_left);
-  at::Tensor places = numbers(touched_here);
+  at::Tensor matched = numbers(most), slots_here = numbers(most), removed = numbers(max_removed);
+  at::Tensor touched_indices = numbers(touched_here);
   at::Tensor absent = numbers(most - touched_here);
-  const hash_table::MetIds out{met.data_ptr<int64_t>(),       known.data_ptr<bool>(),
-                               touched.data_ptr<bool>(),      is_new.data_ptr<bool>(),
-                               its_slots.data_ptr<int64_t>(), absent.data_ptr<int64_t>(),
-                               left.data_ptr<int64_t>(),      places.data_ptr<int64_t>()};
-  hash_table::MetNumbers found{};
+  const hash_table::MatchedIds out{
+      matched.data_ptr<int64_t>(),    known.data_ptr<bool>(),
+      touched.data_ptr<bool>(),       is_new.data_ptr<bool>(),
+      slots_here.data_ptr<int64_t>(), absent.data_ptr<int64_t>(),
+      removed.data_ptr<int64_t>(),    touched_indices.data_ptr<int64_t>()};
+  hash_table::MatchedCounts found{};
   group->order().run(kReadIndex, [&] {
-    found = hash_table::cpu::meet_ids(view, replicas.data(), number, own, at, out,
-                                      at::get_num_threads());
+    found = hash_table::cpu::match_ids(view, replicas.data(), number, own, at, out,
+                                       at::get_num_threads());
   });
   const auto first = [&](const at::Tensor& of) { return of.narrow(0, 0, found.ids); };
-  return {first(met),       first(known),
-          first(touched),   first(is_new),
-          first(its_slots), left.narrow(0, 0, found.left),
-          places,           absent.narrow(0, 0, found.absent)};
+  return {first(matched),    first(known),
+          first(touched),    first(is_new),
+          first(slots_here), removed.narrow(0, 0, found.removed),
+          touched_indices,   absent.narrow(0, 0, found.absent)};
 }
 
 }  // namespace
@@ -108,6 +109,6 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("meet_ids", &meet_ids); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("meet_ids", &match_ids); }
 
 }  // namespace torchrec_hkv::bindings

@@ -183,7 +183,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
       hash_table::RefuseLower::kAll,
       given_rows,
       {}};
-  if (believed) placement.believed = believed->const_data_ptr<bool>();
+  if (believed) placement.expected_present = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
   placement.moving = group.moving_rows();
   placement.scores = group.shape().scores;
@@ -192,10 +192,11 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.simulates = group.simulates();
   placement.ordered = deterministic;
   if (leavers) {
-    placement.leavers = {left_ids.data_ptr<int64_t>(), matrix_of(left_rows, group.matrix_type()),
-                         reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
-                         reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()),
-                         several ? left_tables.data_ptr<int32_t>() : nullptr};
+    placement.evicted_entries = {left_ids.data_ptr<int64_t>(),
+                                 matrix_of(left_rows, group.matrix_type()),
+                                 reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
+                                 reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()),
+                                 several ? left_tables.data_ptr<int32_t>() : nullptr};
   }
   int64_t* out = slots.data_ptr<int64_t>();
   bool* there = found.data_ptr<bool>();
@@ -207,7 +208,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
     HKV_ON_DEVICE(
         group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.context(given_scores),
                                         group.aging(), placement, out, there, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
@@ -270,16 +271,16 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
-  const hash_table::Visit visit = call.visit(given);
+  const hash_table::CallContext context = call.context(given);
   group.order().run(call.use(/*inserts=*/false), [&] {
     HKV_ON_DEVICE(
-        group.device(), hash_table::cpu::age(group.views(), group.aging(), visit, threads);
+        group.device(), hash_table::cpu::age(group.views(), group.aging(), context, threads);
         hash_table::cpu::find(group.views(), batch, out, threads);
-        hash_table::cpu::touch_slots(group.views(), batch, out, visit, threads),
+        hash_table::cpu::touch_slots(group.views(), batch, out, context, threads),
         hash_table::cuda::tick(call.clock(), call.tick(), stream);
-        hash_table::cuda::age(group.views(), group.aging(), visit, stream);
+        hash_table::cuda::age(group.views(), group.aging(), context, stream);
         hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
-        hash_table::cuda::touch_slots(group.views(), group.only_table(), batch, out, visit,
+        hash_table::cuda::touch_slots(group.views(), group.only_table(), batch, out, context,
                                       stream));
     keep_last_scores(group, slots, given);
   });
@@ -350,9 +351,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   at::Tensor rows =
       at::empty({n, group.shape().widest}, slots.options().dtype(group.matrix_dtype()));
   at::Tensor states = at::empty({n, group.widest_state()}, slots.options().dtype(at::kFloat));
-  const hash_table::Exported out{ids.data_ptr<int64_t>(), matrix_of(rows, group.matrix_type()),
-                                 reinterpret_cast<uint64_t*>(scores.data_ptr<int64_t>()),
-                                 matrix_of(states, RowType::kFloat32)};
+  const hash_table::ExportedEntries out{ids.data_ptr<int64_t>(),
+                                        matrix_of(rows, group.matrix_type()),
+                                        reinterpret_cast<uint64_t*>(scores.data_ptr<int64_t>()),
+                                        matrix_of(states, RowType::kFloat32)};
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const auto tables = static_cast<int32_t>(group.num_tables());
   HKV_ON_GROUP(group, kReadAll,

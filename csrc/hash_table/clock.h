@@ -61,7 +61,7 @@ HKV_HOST_DEVICE uint32_t tick_pin(Clock& clock, const Tick& tick, int32_t place,
 
 // Context of a call that touches ids. Rows touched at or after pinned_from() belong to batches
 // whose backward has not run. They are never evicted.
-struct Visit {
+struct CallContext {
   const Clock* clock;      // constant during the call
   const uint64_t* scores;  // by position, see takes_scores; null: none
 

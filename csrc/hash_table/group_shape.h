@@ -43,7 +43,7 @@ struct GroupShape {
   bool float32_rows;       // of all tables
   bool int8_rows = false;  // of some table
   // Number of features if each has a table of its own; 0: some features share a table.
-  int32_t features_apart = 0;
+  int32_t num_unshared_features = 0;
   int64_t most_slots = 0;                     // of one table, at its full capacity
   StoredScores scores = StoredScores::kNone;  // what some table stores
   uint32_t row_classes = 0;                   // of its tables, one bit for each row_class_of

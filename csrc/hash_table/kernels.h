@@ -40,7 +40,7 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
 // as refused. An id that is not admitted gets kNoSlot, too. The state of a new id is zero. found[i]
 // (may be null): whether the id was in the table before. A CPU places ids in the order of the
 // batch, so the slots do not depend on the number of threads.
-void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+void find_or_insert(const TableView* tables, const Batch& batch, const CallContext& context,
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads);
 
@@ -83,7 +83,7 @@ void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slot
 // Touches slots as a hit does; position i of the batch has slots[i], numbered across the tables.
 // kNoSlot is skipped.
 void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 const Visit& visit, int threads);
+                 const CallContext& context, int threads);
 
 // Frees slots, numbered across the tables of a group. kNoSlot is skipped.
 void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
@@ -110,7 +110,7 @@ void select_slots(const TableView* tables, int32_t num_tables, const Selection& 
 // Reads the ids, scores, rows and states at slots, numbered across the tables of a group. No slot
 // may be kNoSlot.
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                  const Exported& out, int threads);
+                  const ExportedEntries& out, int threads);
 
 // Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
 // number of occupied slots that a find would not return: ids outside their buckets, and duplicates.
@@ -133,7 +133,8 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 // Inserts entries as new ids. If both buckets are full, an entry replaces the lowest rank if that
 // is lower than its own, and the replaced entry goes to `displaced`; otherwise the entry is counted
 // as one without a slot. None of the ids may be in the table.
-void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced);
+void restore_entries(const TableView& table, const Entries& entries,
+                     const DisplacedEntries& displaced);
 
 // misplaced[i]: whether slots[i] is in none of the buckets that ids[i] has in a table of this
 // geometry, or the id's owner bucket is not in [owner_begin, owner_end).
@@ -199,7 +200,7 @@ void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t
                       cudaStream_t stream);
 
 void touch_slots(const TableView* tables, const TableView* only, const Batch& batch,
-                 const int64_t* slots, const Visit& visit, cudaStream_t stream);
+                 const int64_t* slots, const CallContext& context, cudaStream_t stream);
 
 void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
                  const int64_t* slots, int64_t n, cudaStream_t stream);
@@ -209,7 +210,7 @@ void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slot
                   const Selection& selection, bool* chosen, cudaStream_t stream);
 
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                  const Exported& out, cudaStream_t stream);
+                  const ExportedEntries& out, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<char> out, const GroupShape& shape, const UpdateHint* hint,
@@ -262,8 +263,8 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
                      cudaStream_t stream);
 
 // waiting: scratch, [entries.n].
-void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
-                     bool* waiting, cudaStream_t stream);
+void restore_entries(const TableView& table, const Entries& entries,
+                     const DisplacedEntries& displaced, bool* waiting, cudaStream_t stream);
 
 // Scratch of restore_entries_in_order.
 struct RestoreOrder {
@@ -279,7 +280,7 @@ struct RestoreOrder {
 void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
                    cudaStream_t stream);
 void restore_entries_in_order(const TableView& table, const Entries& entries,
-                              const Displaced& displaced, const int64_t* buckets,
+                              const DisplacedEntries& displaced, const int64_t* buckets,
                               const int64_t* places, const RestoreOrder& order,
                               cudaStream_t stream);
 

@@ -14,7 +14,7 @@ constexpr double kMostSeenPerSlot = 8;
 
 // Whether a table's miniatures see the ids of a call, at its end. Before the first eviction there
 // is nothing to choose.
-HKV_HOST_DEVICE bool miniatures_look_on(const TableView& table) {
+HKV_HOST_DEVICE bool miniatures_enabled(const TableView& table) {
   return table.miniatures.entries != nullptr && table.counters[kEvicted] != 0 &&
          table.aged->lookups <=
              kMostSeenPerSlot * static_cast<double>(table.num_slots) * table.aged->steps;

@@ -16,7 +16,7 @@ namespace torchrec_hkv::hash_table {
 namespace cpu {
 
 // Finds the changes in some consecutive slots of a table, in one pass over digests and last steps.
-void slot_changes(const TableView& table, const SlotChanges& look, int threads);
+void slot_changes(const TableView& table, const SlotChanges& request, int threads);
 
 // Returns the number of the n results that are not 0, and lists them: slots, counted from `first`
 // and ascending, and results.
@@ -61,7 +61,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-void slot_changes(const TableView& table, const SlotChanges& look, cudaStream_t stream);
+void slot_changes(const TableView& table, const SlotChanges& request, cudaStream_t stream);
 
 // contents: in pinned memory.
 void exchange_contents(const SlotContents& contents, const int64_t* slots, const int64_t* ids,

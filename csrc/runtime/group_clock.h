@@ -103,8 +103,8 @@ class CountedCall {
   // counts: false if the call belongs to the current step and only ends pins.
   CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts = true);
 
-  hash_table::Visit visit(const uint64_t* scores) const {
-    return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
+  hash_table::CallContext context(const uint64_t* scores) const {
+    return hash_table::CallContext{on_cpu_ ? &snapshot_ : clock_, scores};
   }
   // Rows of pins that end may be replaced, so work that needs them must come first. Rows of other
   // pins stay in place, so their lookups and backwards need not wait for the call.

@@ -54,11 +54,11 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   }
   std::vector<int64_t> columns;
   std::vector<bool> has_feature(configs_.size());
-  bool features_apart = true;
+  bool num_unshared_features = true;
   for (const int64_t table : feature_table_list_) {
     TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "a feature names table ", table,
                       ", but the group has ", num_tables(), ".");
-    features_apart = features_apart && !has_feature[table];
+    num_unshared_features = num_unshared_features && !has_feature[table];
     has_feature[table] = true;
     columns.push_back(total_dim_);
     total_dim_ += configs_[table].dim;
@@ -66,7 +66,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
                     "the features' columns add up to ", total_dim_,
                     ", but must not exceed 2^31 - 1.");
-  if (features_apart) shape_.features_apart = static_cast<int32_t>(num_features());
+  if (num_unshared_features) shape_.num_unshared_features = static_cast<int32_t>(num_features());
   packed_ = device.is_cuda() && can_be_packed(configs_);
   check_memory(available);
   c10::OptionalDeviceGuard guard(device);
@@ -97,7 +97,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   order_ = std::make_unique<StreamOrder>(device);
   aged_lfu_ = at::zeros({num_tables(), sizeof(hash_table::AgedLfu) / sizeof(double)},
                         at::dtype(at::kDouble).device(device));
-  miniature_tally_ = at::zeros({num_tables(), hash_table::kMiniatureTallyWords},
+  miniature_tally_ = at::zeros({num_tables(), hash_table::kMiniatureCounterWords},
                                at::dtype(at::kLong).device(device));
   for (int64_t t = 0; t < num_tables(); ++t) {
     const bool adaptive = configs_[t].adaptive;
@@ -138,7 +138,7 @@ void TableGroup::make_moving_rows() {
     if (memory_[t].num_sets() == 0) continue;
     const int64_t bytes = row_size(configs_[t].row_type, configs_[t].dim);
     const bool with_states = memory_[t].states_move() && state_width_of(configs_[t]) > 0;
-    in_bulk = in_bulk && hash_table::MovingRows::move_in_bulk(bytes) && !with_states;
+    in_bulk = in_bulk && hash_table::FrameMoves::move_in_bulk(bytes) && !with_states;
     widest = std::max(widest, bytes);
   }
   if (widest == 0) return;
@@ -293,7 +293,7 @@ TableView TableGroup::make_view(int64_t table) const {
     if (config.adaptive) {
       view.miniatures = hash_table::Miniatures::make(
           reinterpret_cast<uint32_t*>(miniature_entries_[table].data_ptr<int32_t>()),
-          reinterpret_cast<hash_table::MiniatureTally*>(
+          reinterpret_cast<hash_table::MiniatureCounters*>(
               miniature_tally_[table].data_ptr<int64_t>()),
           memory.full_slots());
     }

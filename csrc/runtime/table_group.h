@@ -78,7 +78,7 @@ class TableGroup {
   void check_bad_offsets() const;
   // Whether a table has, or will have, rows in host memory and frames for them.
   bool has_frames() const { return moving_rows_.any(); }
-  const hash_table::MovingRows& moving_rows() const { return moving_rows_; }
+  const hash_table::FrameMoves& moving_rows() const { return moving_rows_; }
   // Whether a table remembers the ids that it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
   // Whether a table restores the counts of ids that return.
@@ -101,7 +101,8 @@ class TableGroup {
   // hash_table::AgedLfu of each table, float64 [tables, 7], on the device; zeros under other
   // policies.
   const at::Tensor& aged_lfu() const { return aged_lfu_; }
-  // hash_table::MiniatureTally of each table, int64 [tables, 14], and their entries, on the device.
+  // hash_table::MiniatureCounters of each table, int64 [tables, 14], and their entries, on the
+  // device.
   const at::Tensor& miniature_tally() const { return miniature_tally_; }
   const std::vector<at::Tensor>& miniature_entries() const { return miniature_entries_; }
   // Whether a table has miniatures.
@@ -276,7 +277,7 @@ class TableGroup {
   std::optional<int64_t> state_dim_;
   hash_table::GroupShape shape_{.widest = 0, .four_wide = true, .float32_rows = true};
   bool needs_scores_ = false;
-  hash_table::MovingRows moving_rows_;
+  hash_table::FrameMoves moving_rows_;
   bool remembers_evicted_ = false;
   bool restores_counts_ = false;
   bool simulates_ = false;

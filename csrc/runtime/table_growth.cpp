@@ -125,7 +125,7 @@ void TableGroup::grow_on_gpu([[maybe_unused]] int64_t table, [[maybe_unused]] in
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index());
   const bool on_host = move_rows_to_host(table, num_buckets);
   const at::Tensor scratch =
-      at::empty({hash_table::cuda::kAstrayRoom + 1}, at::dtype(at::kLong).device(device_));
+      at::empty({hash_table::cuda::kMisplacedCapacity + 1}, at::dtype(at::kLong).device(device_));
   while (memory.num_buckets() < num_buckets) {
     hash_table::cuda::split_buckets(host_views_[table], scratch.data_ptr<int64_t>(), stream);
     memory.resize(2 * memory.num_buckets());
@@ -186,7 +186,7 @@ int64_t TableGroup::loaded_buckets(int64_t table, const at::Tensor& ids,
     const auto bucket = static_cast<uint32_t>(slot / geometry.bucket_slots);
     if (!there[slot] ||
         (bucket < buckets &&
-         !hash_table::is_astray(id[slot], bucket, static_cast<uint32_t>(buckets)))) {
+         !hash_table::is_misplaced(id[slot], bucket, static_cast<uint32_t>(buckets)))) {
       ++slot;
     } else {
       buckets *= 2;

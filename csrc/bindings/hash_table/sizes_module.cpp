@@ -42,11 +42,11 @@ void define_table_sizes(py::module_& m) {
       },
       py::arg("capacity"), py::arg("initial_capacity"), "Initial number of slots.");
   m.def(
-      "share_that_fits",
+      "hbm_capacity",
       [](int64_t num_slots, int64_t bucket_slots, int64_t row_bytes, int64_t state_bytes,
          int64_t bytes) {
-        const hash_table::HbmShare share =
-            hash_table::share_that_fits(num_slots, bucket_slots, row_bytes, state_bytes, bytes);
+        const hash_table::HbmCapacity share =
+            hash_table::hbm_capacity(num_slots, bucket_slots, row_bytes, state_bytes, bytes);
         const int of_set = share.slots == 0 || share.slots == num_slots
                                ? 0
                                : hash_table::frames_of_set(num_slots, bucket_slots, share.slots);

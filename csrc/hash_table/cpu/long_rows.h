@@ -15,12 +15,12 @@ namespace torchrec_hkv::hash_table::cpu {
 struct LongRow {
   int32_t table;
   int64_t slot;  // in the table
-  std::vector<int64_t> places;
+  std::vector<int64_t> offsets;
   std::vector<float> scales;  // empty: no scales
 
   RowGradients gradients(const char* data) const {
-    return {data, places.data(), scales.empty() ? nullptr : scales.data(),
-            static_cast<int64_t>(places.size())};
+    return {data, offsets.data(), scales.empty() ? nullptr : scales.data(),
+            static_cast<int64_t>(offsets.size())};
   }
 };
 

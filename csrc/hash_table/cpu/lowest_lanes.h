@@ -21,7 +21,7 @@ inline __m256i load_eight(const uint32_t* from) {
 }
 
 // Sets all bits of the lanes that are not below a bound.
-inline __m256i not_below(__m256i lanes, __m256i bound) {
+inline __m256i greater_equal(__m256i lanes, __m256i bound) {
   return _mm256_cmpeq_epi32(_mm256_max_epu32(lanes, bound), lanes);
 }
 
@@ -78,9 +78,9 @@ template <typename Numbers>
   alignas(32) uint32_t all[kBucketDigests];
   __m256i lows = eight_of(UINT32_MAX);
   const auto visit = [&](int32_t p) {
-    const __m256i its = numbers(p);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all + p), its);
-    lows = _mm256_min_epu32(lows, its);
+    const __m256i lanes_of_slots = numbers(p);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all + p), lanes_of_slots);
+    lows = _mm256_min_epu32(lows, lanes_of_slots);
   };
   int32_t p = 0;
   for (; p + kNumberLanes <= n; p += kNumberLanes) visit(p);

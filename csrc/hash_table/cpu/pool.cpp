@@ -30,11 +30,11 @@ float dot(const float* a, const float* b, int32_t n) {
 
 // Rows of one table, stored as kType.
 template <RowType kType>
-class Rows {
+class TableRows {
  public:
   // For positions [first, last), in this order.
-  Rows(const TableView& table, const Batch& batch, const int64_t* slots, int64_t first,
-       int64_t last, float* buffer)
+  TableRows(const TableView& table, const Batch& batch, const int64_t* slots, int64_t first,
+            int64_t last, float* buffer)
       : table_(table),
         batch_(batch),
         slots_(slots),
@@ -106,8 +106,8 @@ void for_each_feature(const TableView* tables, const Batch& batch, const int64_t
     const TableView& table = tables[batch.feature_tables[feature]];
     buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
     with_row_type(table.rows.type, [&]<RowType kType>() {
-      const Rows<kType> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
-                             buffer.data());
+      const TableRows<kType> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
+                                  buffer.data());
       visit(feature, rows, begin, stop);
     });
     begin = stop;
@@ -116,10 +116,10 @@ void for_each_feature(const TableView* tables, const Batch& batch, const int64_t
 
 // Pools bags of one feature.
 template <RowType kType, bool kScaled>
-class Pool {
+class BagPooler {
  public:
-  Pool(const Rows<kType>& rows, const Batch& batch, Pooling pooling, Output<char> out,
-       int32_t feature, int32_t dim)
+  BagPooler(const TableRows<kType>& rows, const Batch& batch, Pooling pooling, Output<char> out,
+            int32_t feature, int32_t dim)
       : rows_(rows), batch_(batch), pooling_(pooling), out_(out), feature_(feature), dim_(dim) {}
 
   void run(int64_t begin, int64_t end) const {
@@ -155,7 +155,7 @@ class Pool {
         sums[v] += kScaled ? by * columns : columns;
       });
     }
-    char* const to = place_of(bag, c);
+    char* const to = output_at(bag, c);
     with_type(out_.type, [&]<RowType kOut>() {
       unrolled<kVectors>([&](auto v) {
         store_columns<kOut>(sums[v], to + offset_of<Vector, kVectors>(v, end) * element_size(kOut));
@@ -174,17 +174,17 @@ class Pool {
       const float by = kScaled ? scale(at, last - first) : 1.0f;
       for (int k = 0; k < n; ++k) sums[k] += by * from[k];
     }
-    narrow_elements(out_.type, sums, n, place_of(bag, c));
+    narrow_elements(out_.type, sums, n, output_at(bag, c));
   }
 
   float scale(int64_t at, int64_t length) const {
     const float bag_scale = pooling_.mean ? 1.0f / length : 1.0f;
     return pooling_.weights ? pooling_.weights[at] * bag_scale : bag_scale;
   }
-  char* place_of(int64_t bag, int32_t c) const {
+  char* output_at(int64_t bag, int32_t c) const {
     return out_.at(batch_.output_of(feature_, bag - batch_.first_bag(feature_), out_.stride) + c);
   }
-  const Rows<kType>& rows_;
+  const TableRows<kType>& rows_;
   const Batch& batch_;
   const Pooling pooling_;
   const Output<char> out_;
@@ -198,13 +198,13 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
                Output<char> out, int threads) {
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
-    const auto pool = [&]<RowType kType>(int32_t feature, const Rows<kType>& rows, int64_t first,
-                                         int64_t last) {
+    const auto pool = [&]<RowType kType>(int32_t feature, const TableRows<kType>& rows,
+                                         int64_t first, int64_t last) {
       const int32_t dim = tables[batch.feature_tables[feature]].dim();
       if (scaled) {
-        Pool<kType, true>(rows, batch, pooling, out, feature, dim).run(first, last);
+        BagPooler<kType, true>(rows, batch, pooling, out, feature, dim).run(first, last);
       } else {
-        Pool<kType, false>(rows, batch, pooling, out, feature, dim).run(first, last);
+        BagPooler<kType, false>(rows, batch, pooling, out, feature, dim).run(first, last);
       }
     };
     for_each_feature(tables, batch, slots, begin, end, pool);

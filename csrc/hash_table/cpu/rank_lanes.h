@@ -89,7 +89,7 @@ HKV_AVX512 inline __m512i shift_left_wide(__m512i a) {
 }
 
 // Ranking::of eight slots, as RankLanes computes it.
-HKV_AVX512 inline __m512i rank_wide(const Ranking& ranking, __m512i count, __m512i step) {
+HKV_AVX512 inline __m512i rank_avx512(const Ranking& ranking, __m512i count, __m512i step) {
   count = _mm512_maskz_min_epu64(kAllEight, count, all_wide(kMostLogCount));
   count = _mm512_maskz_max_epu64(kAllEight, count, all_wide(1));
   const __m512i number = _mm512_castpd_si512(_mm512_maskz_cvtepu64_pd(kAllEight, count));
@@ -119,7 +119,7 @@ HKV_AVX512 uint64_t lowest_score_avx512(const Ranking& ranking, const Score* sco
     const auto some = static_cast<__mmask8>(slots >> p);
     const __m512i last = widen_eight(some, steps + p), score = widen_eight(some, scores + p);
     const __mmask8 takes_part = _mm512_mask_cmplt_epu64_mask(some, last, all_wide(pinned_from));
-    ranks[p / 8] = kAged ? rank_wide(ranking, score, last) : score;
+    ranks[p / 8] = kAged ? rank_avx512(ranking, score, last) : score;
     lows = _mm512_mask_min_epu64(lows, takes_part, lows, ranks[p / 8]);
     free |= static_cast<uint64_t>(takes_part) << p;
   }

@@ -31,14 +31,16 @@ class Repeats {
     int64_t n = 0;
     uint32_t idle;
     for (int64_t at = begin; at < end; ++at) {
-      const auto own = static_cast<uint32_t>(at - first_);
-      uint32_t& entry = firsts_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
+      const auto index = static_cast<uint32_t>(at - first_);
+      uint32_t& entry =
+          firsts_[static_cast<uint64_t>(ids_[index]) * 0x9e3779b97f4a7c15ull >> kShift];
       const uint32_t first = entry;
-      const bool repeats = (ids_[first] == ids_[own]) & (first != own);  // no branch, as in Finder
+      const bool repeats =
+          (ids_[first] == ids_[index]) & (first != index);  // no branch, as in IdFinder
       // Stores only a changed value, so that the next position of a hot id does not wait for the
       // store.
-      *select(repeats, &idle, &entry) = own;
-      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
+      *select(repeats, &idle, &entry) = index;
+      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, index));
       listed_[n] = at;
       repeated_[at - begin - n] = at;
       n += !repeats;
@@ -53,15 +55,15 @@ class Repeats {
 
   // The scores of the n listed ids: the sum over the positions of an id before `end`, or the last
   // one. list() must have been called once, for positions from the first to `end`.
-  const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
+  const uint64_t* given(int64_t end, int64_t n, bool sums, const CallContext& context) {
     // Indexed by position, then by number.
     for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
-    if (sums && visit.scores == nullptr) {
+    if (sums && context.scores == nullptr) {
       for (int64_t i = 0; i < end - first_; ++i) ++given_[origins_[i]];
     } else {
       for (int64_t at = first_; at < end; ++at) {
         uint64_t& total = given_[origins_[at - first_]];
-        const uint64_t more = visit.given(at);
+        const uint64_t more = context.given(at);
         total = sums ? std::min(total + more, kMostCounts) : more;
       }
     }

@@ -78,12 +78,13 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 // Updates the score of a slot for several lookups of one call. given: under frequency policies the
 // sum of their scores, otherwise the score of one of them. epoch: that of the call.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given, uint32_t epoch) {
+                                             const CallContext& context, uint64_t given,
+                                             uint32_t epoch) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
     case Eviction::kAgedLfu:
-      if (visit.scores == nullptr) {
+      if (context.scores == nullptr) {
         add_untested(score, given);
       } else {
         add_to_count(score, given);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
     default:
       // An exchange, because a write of a part of a sector is slower if ids are spread.
       atomicExch(score, static_cast<unsigned long long>(
-                            first_score(table.eviction, visit.now(), epoch, given)));
+                            first_score(table.eviction, context.now(), epoch, given)));
   }
 }
 
@@ -112,13 +113,13 @@ __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given,
 // Updates scores of one table for the calling lanes of a warp, once for each distinct slot. peers:
 // the lanes with the slot of this lane.
 __device__ __forceinline__ void update_score_of_lanes(const TableView& table, int64_t slot,
-                                                      unsigned peers, const Visit& visit,
+                                                      unsigned peers, const CallContext& context,
                                                       uint64_t given) {
   if (sums_scores(table.eviction)) {
-    given = sum_of_peers(peers, given, visit.scores == nullptr);
+    given = sum_of_peers(peers, given, context.scores == nullptr);
   }
   if ((peers & ((1u << threadIdx.x % kWarp) - 1)) != 0) return;
-  update_score(table, slot, visit, given, visit.epoch());
+  update_score(table, slot, context, given, context.epoch());
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

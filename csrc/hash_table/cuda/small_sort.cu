@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kSortThreads)
     uint32_t before = 0, all = 0;
 #pragma unroll 8
     for (uint32_t t = 0; t < used; ++t) {
-      const uint32_t those = digits[static_cast<size_t>(t) * kDigits + threadIdx.x];
-      all += those;
-      if (t < tile) before += those;
+      const uint32_t digit_count = digits[static_cast<size_t>(t) * kDigits + threadIdx.x];
+      all += digit_count;
+      if (t < tile) before += digit_count;
     }
     uint32_t keys;
     uint32_t place = before + Scan::before(scan, all, keys);
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(kSortThreads)
       }
       __syncthreads();
       for (int w = 0; w < kSortWarps; ++w) {
-        const uint32_t those = places[w][threadIdx.x];
+        const uint32_t digit_count = places[w][threadIdx.x];
         places[w][threadIdx.x] = place;
-        place += those;
+        place += digit_count;
       }
       __syncthreads();
 #pragma unroll

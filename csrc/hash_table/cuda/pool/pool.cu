@@ -85,12 +85,12 @@ __global__ void __launch_bounds__(kThreads)
 // As many as fit a kernel's parameters. A launch copies them, so no host memory has to stay alive,
 // not even for a CUDA graph.
 constexpr int64_t kFeaturesOfCopy = 128;
-struct SomeFeatureBags {
+struct FeatureBagsChunk {
   FeatureBags of[kFeaturesOfCopy];
 };
 
 __global__ void __launch_bounds__(kFeaturesOfCopy)
-    feature_bags_kernel(const __grid_constant__ SomeFeatureBags from, int n, FeatureBags* to) {
+    feature_bags_kernel(const __grid_constant__ FeatureBagsChunk from, int n, FeatureBags* to) {
   if (static_cast<int>(threadIdx.x) < n) to[threadIdx.x] = from.of[threadIdx.x];
 }
 
@@ -126,7 +126,7 @@ void launch_pool(PoolKernel kernel, int lanes, int blocks, const TileLength& len
 void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream) {
   for (int64_t first = 0; first < n; first += kFeaturesOfCopy) {
     const int64_t count = min(kFeaturesOfCopy, n - first);
-    SomeFeatureBags some;
+    FeatureBagsChunk some;
     for (int64_t i = 0; i < count; ++i) some.of[i] = from[first + i];
     feature_bags_kernel<<<1, kFeaturesOfCopy, 0, stream>>>(some, static_cast<int>(count),
                                                            to + first);

@@ -25,7 +25,7 @@ template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDept
           int kBlocks>
 __global__ void __launch_bounds__(kSegmentThreads, kBlocks) segment_kernel(
     const TableView* __restrict__ tables, const __grid_constant__ Update update,
-    const __grid_constant__ Scratch scratch,
+    const __grid_constant__ UpdateScratch scratch,
     const __grid_constant__
     typename SegmentTile<kKind, Element, kLanes, kVectors, kDepth, kPlain>::Memory memory,
     int32_t row_class, bool whole, bool first) {
@@ -45,15 +45,15 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks) segment_kernel(
     const uint32_t begin = whole ? 0 : first_lane;  // within a unit
     const uint32_t positions = whole ? kWarp : Segments::kSpan;
     Segments tile(tables, update, scratch, memory, row_class, shared);
-    const uint32_t works = whole ? (units + kTiles - 1) / kTiles : units * kSpans;
-    for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < works;
+    const uint32_t num_work_items = whole ? (units + kTiles - 1) / kTiles : units * kSpans;
+    for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < num_work_items;
          work += gridDim.x * kSegmentWarps) {
       const uint32_t unit = whole ? work * kTiles + first_lane / kLanes : work / kSpans;
-      const bool there = unit < units;
-      const uint32_t at = there ? (listed ? list[unit] : unit) * kWarp + begin +
-                                      (whole ? 0 : work % kSpans * Segments::kSpan)
-                                : n;
-      tile.update_segments(at, there ? at + positions : n, n);
+      const bool is_valid = unit < units;
+      const uint32_t at = is_valid ? (listed ? list[unit] : unit) * kWarp + begin +
+                                         (whole ? 0 : work % kSpans * Segments::kSpan)
+                                   : n;
+      tile.update_segments(at, is_valid ? at + positions : n, n);
     }
   }
   if (!first) wait_for_kernel_before();
@@ -76,7 +76,7 @@ constexpr int blocks_of(int vectors) {
 struct SegmentCall {
   const TableView* tables;
   const Update& update;
-  const Scratch& scratch;
+  const UpdateScratch& scratch;
   const GroupShape& shape;
   int32_t row_class;
   bool first;
@@ -102,7 +102,7 @@ void launch_segments(const SegmentCall& call) {
   const int64_t blocks =
       listed ? min(all, int64_t{resident_grid(2 * kBlocks, units * kWarp)}) : all;
   LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};
-  launch_shape.shared_bytes = kSegmentThreads / kLanes * memory.of_tile;
+  launch_shape.shared_bytes = kSegmentThreads / kLanes * memory.tile_bytes;
   launch_chained(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kPlain, kBlocks>,
                  launch_shape, call.stream, call.tables, call.update, call.scratch, memory,
                  listed ? call.row_class : kAllRowClasses, whole, call.first);
