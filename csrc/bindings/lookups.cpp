@@ -60,7 +60,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   hash_table::Placement placement{
       group.initial_rows(), hash_table::RefuseLower::kAged, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
-  placement.moving = group.moving_rows();
+  placement.moving = group.frame_moves();
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
     placement.mostly_unique = hash_table::cuda::expects_unique_ids(group.update_hint());
@@ -105,7 +105,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
 }
 
 PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
-                     const Use& use, [[maybe_unused]] bool groups) {
+                     const AccessSet& use, [[maybe_unused]] bool groups) {
   PooledRows pooled;
   pooled.rows = at::empty(batch.layout.output_shape(), batch.ids.options().dtype(batch.dtype));
   const Output<char> out{static_cast<char*>(pooled.rows.data_ptr()), batch.layout.output_stride(),

@@ -157,7 +157,7 @@ class Windows {
   std::vector<at::Tensor> see(const at::Tensor& bits, const at::Tensor& at,
                               const at::Tensor& sampled, int64_t length) {
     check_length(at, "at", bits.numel());
-    const replay::TakenIds ids{
+    const replay::SelectedIds ids{
         numbers(bits, "bits"), numbers(at, "at"), numbers(sampled, "sampled"),
         bits.numel(),          sampled.numel(),   length};
     for (int64_t i = 0; i < sampled.numel(); ++i) {

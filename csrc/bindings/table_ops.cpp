@@ -185,7 +185,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
       {}};
   if (believed) placement.expected_present = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
-  placement.moving = group.moving_rows();
+  placement.moving = group.frame_moves();
   placement.scores = group.shape().scores;
   placement.remembers = group.remembers_evicted();
   placement.restores = group.restores_counts();

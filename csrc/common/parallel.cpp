@@ -42,7 +42,7 @@ struct Job {
   }
 };
 
-class Pool {
+class ThreadPool {
  public:
   // One call at a time uses the helpers; other calls run alone.
   void run(Job& job, int threads) {
@@ -83,15 +83,15 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-Pool& pool() {
+ThreadPool& pool() {
   // Never destroyed: its threads wait forever. After a fork the parent's threads do not exist in
   // the child, so the child creates a new pool.
   static std::mutex mutex;
-  static Pool* current = nullptr;
+  static ThreadPool* current = nullptr;
   static pid_t owner = 0;
   std::lock_guard<std::mutex> guard(mutex);
   if (current == nullptr || owner != getpid()) {
-    current = new Pool;
+    current = new ThreadPool;
     owner = getpid();
   }
   return *current;

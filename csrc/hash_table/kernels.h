@@ -174,7 +174,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
 
 // Ends a pin (clock.h).
-void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream);
+void release(Clock* clock, int32_t pin_index, uint32_t generation, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
             char* vectors, cudaStream_t stream);
@@ -275,8 +275,8 @@ struct RestoreOrder {
 };
 
 // As cpu::restore_entries, in the order of the entries, but the entry that entry i replaces goes to
-// place i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted; places: the index of
-// each before the sort.
+// pin_index i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted; places: the
+// index of each before the sort.
 void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
                    cudaStream_t stream);
 void restore_entries_in_order(const TableView& table, const Entries& entries,

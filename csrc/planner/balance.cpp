@@ -13,21 +13,21 @@ constexpr double kBalanced = 1.005;
 
 // A move of shards between two ranks.
 struct Swap {
-  double time;                  // time of the slower one of the two ranks
-  std::vector<Movable*> moved;  // shards that leave the slowest rank
-  Movable* other = nullptr;     // shard that moves to it; null for none
+  double time;                       // time of the slower one of the two ranks
+  std::vector<MovableShard*> moved;  // shards that leave the slowest rank
+  MovableShard* other = nullptr;     // shard that moves to it; null for none
   int to = -1;
 };
 
-constexpr Need kNothing{0, 0, 0};
+constexpr ShardNeed kNothing{0, 0, 0};
 
 // Whether a rank has memory for `comes` once `goes` has left.
-bool fits(const Rank& rank, const Need& comes, const Need& goes) {
+bool fits(const RankState& rank, const ShardNeed& comes, const ShardNeed& goes) {
   return added(rank.hbm, goes.hbm) >= comes.hbm && added(rank.host, goes.host) >= comes.host;
 }
 
 // The other ranks, in ascending order of time.
-std::vector<int> fastest_first(const std::vector<Rank>& ranks) {
+std::vector<int> fastest_first(const std::vector<RankState>& ranks) {
   std::vector<int> order(ranks.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
@@ -36,9 +36,10 @@ std::vector<int> fastest_first(const std::vector<Rank>& ranks) {
 }
 
 // Stores a move as the best if the slower of its two ranks is faster than with the best so far.
-void offer(const std::vector<Rank>& ranks, int from, int to, const std::vector<Movable*>& moved,
-           const Need& comes, Movable* other, Swap& best) {
-  const Need& goes = other ? *other->need : kNothing;
+void offer(const std::vector<RankState>& ranks, int from, int to,
+           const std::vector<MovableShard*>& moved, const ShardNeed& comes, MovableShard* other,
+           Swap& best) {
+  const ShardNeed& goes = other ? *other->need : kNothing;
   const double less = comes.time - goes.time;
   if (less <= 0) return;
   const double slower = std::max(ranks[from].time - less, ranks[to].time + less);
@@ -49,16 +50,18 @@ void offer(const std::vector<Rank>& ranks, int from, int to, const std::vector<M
 }
 
 // Moves a shard, or swaps it for another.
-Swap best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_rank, int64_t& left) {
+Swap best_of_one(int from, const std::vector<RankState>& ranks, const ByRank& by_rank,
+                 int64_t& left) {
   const double time = ranks[from].time;
   Swap best{time * (1 - kRounding), {}};
   for (const int to : fastest_first(ranks)) {
     if (ranks[to].time >= best.time || left <= 0) break;
     left -= static_cast<int64_t>(by_rank[from].size() * (by_rank[to].size() + 1));
-    for (Movable* moved : by_rank[from]) {
+    for (MovableShard* moved : by_rank[from]) {
       if (moved->need->time <= 0) continue;
       offer(ranks, from, to, {moved}, *moved->need, nullptr, best);
-      for (Movable* other : by_rank[to]) offer(ranks, from, to, {moved}, *moved->need, other, best);
+      for (MovableShard* other : by_rank[to])
+        offer(ranks, from, to, {moved}, *moved->need, other, best);
     }
     // Good enough: trying another rank would take as long again.
     if (!best.moved.empty() && best.time <= 0.75 * time + 0.25 * ranks[to].time) break;
@@ -67,27 +70,28 @@ Swap best_of_one(int from, const std::vector<Rank>& ranks, const ByRank& by_rank
 }
 
 // Swaps several shards for one that takes as much memory but less time.
-Swap best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_rank, int64_t& left) {
+Swap best_of_many(int from, const std::vector<RankState>& ranks, const ByRank& by_rank,
+                  int64_t& left) {
   Swap best{ranks[from].time * (1 - kRounding), {}};
-  std::vector<Movable*> own = by_rank[from];
-  const auto size = [](const Movable* shard) {
+  std::vector<MovableShard*> own = by_rank[from];
+  const auto size = [](const MovableShard* shard) {
     return static_cast<double>(shard->need->hbm) + static_cast<double>(shard->need->host) + 1;
   };
   // Shards with the most time for their memory come first.
-  std::stable_sort(own.begin(), own.end(), [&](const Movable* a, const Movable* b) {
+  std::stable_sort(own.begin(), own.end(), [&](const MovableShard* a, const MovableShard* b) {
     return a->need->time * size(b) > b->need->time * size(a);
   });
   for (const int to : fastest_first(ranks)) {
     if (ranks[to].time >= best.time || left <= 0) break;
     left -= static_cast<int64_t>(own.size() * by_rank[to].size());
-    for (Movable* other : by_rank[to]) {
-      const Need& goes = *other->need;
+    for (MovableShard* other : by_rank[to]) {
+      const ShardNeed& goes = *other->need;
       const double most = (ranks[from].time - ranks[to].time) / 2 + goes.time;
-      std::vector<Movable*> moved;
-      Need sum = kNothing;
-      const auto take = [&](Movable* shard) {
-        const Need then{added(sum.hbm, shard->need->hbm), added(sum.host, shard->need->host),
-                        sum.time + shard->need->time};
+      std::vector<MovableShard*> moved;
+      ShardNeed sum = kNothing;
+      const auto take = [&](MovableShard* shard) {
+        const ShardNeed then{added(sum.hbm, shard->need->hbm), added(sum.host, shard->need->host),
+                             sum.time + shard->need->time};
         if (then.time > most || !fits(ranks[to], then, goes)) return false;
         moved.push_back(shard);
         sum = then;
@@ -108,12 +112,13 @@ Swap best_of_many(int from, const std::vector<Rank>& ranks, const ByRank& by_ran
 
 }  // namespace
 
-void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers) {
+void balance(std::vector<RankState>& ranks, std::vector<MovableShard>& shards,
+             int64_t most_offers) {
   ByRank by_rank(ranks.size());
-  for (Movable& shard : shards) by_rank[shard.rank].push_back(&shard);
-  const auto is_faster = [](const Rank& a, const Rank& b) { return a.time < b.time; };
+  for (MovableShard& shard : shards) by_rank[shard.rank].push_back(&shard);
+  const auto is_faster = [](const RankState& a, const RankState& b) { return a.time < b.time; };
   double mean = 0;
-  for (const Rank& rank : ranks) mean += rank.time / static_cast<double>(ranks.size());
+  for (const RankState& rank : ranks) mean += rank.time / static_cast<double>(ranks.size());
   while (most_offers > 0) {
     const auto slowest = std::max_element(ranks.begin(), ranks.end(), is_faster);
     if (slowest->time <= kBalanced * mean) return;
@@ -121,7 +126,7 @@ void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t mos
     Swap change = best_of_one(from, ranks, by_rank, most_offers);
     if (change.moved.empty()) change = best_of_many(from, ranks, by_rank, most_offers);
     if (change.moved.empty()) return;
-    for (Movable* moved : change.moved) move(moved, change.to, ranks, by_rank);
+    for (MovableShard* moved : change.moved) move(moved, change.to, ranks, by_rank);
     if (change.other != nullptr) move(change.other, from, ranks, by_rank);
   }
 }

@@ -14,6 +14,6 @@ namespace torchrec_hkv::planner {
 //
 // ranks: free memory, at least 0.
 // most_offers: approximate limit of the number of changes that are tried.
-void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers);
+void balance(std::vector<RankState>& ranks, std::vector<MovableShard>& shards, int64_t most_offers);
 
 }  // namespace torchrec_hkv::planner

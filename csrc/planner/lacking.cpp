@@ -9,7 +9,7 @@
 namespace torchrec_hkv::planner {
 namespace {
 
-bool is_short(const Rank& rank) { return rank.hbm < 0 || rank.host < 0; }
+bool lacks_memory(const RankState& rank) { return rank.hbm < 0 || rank.host < 0; }
 
 // Options with a shard of at least this many bytes that may be on several ranks.
 std::vector<size_t> at_least(const std::vector<const Parts*>& options, int64_t bytes) {
@@ -23,16 +23,17 @@ std::vector<size_t> at_least(const std::vector<const Parts*>& options, int64_t b
 
 }  // namespace
 
-std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& options,
-                                         const std::vector<Room>& rooms, int per_host) {
-  std::vector<Rank> ranks;
-  std::vector<Unit> units;
-  if (!make_units(options, rooms, per_host, ranks, units)) return {{}};
-  if (std::any_of(ranks.begin(), ranks.end(), is_short)) return {{}};
-  Sites sites(std::move(ranks), per_host, need_hosts(units), false);
+std::vector<std::vector<size_t>> options_to_spread(const std::vector<const Parts*>& options,
+                                                   const std::vector<FreeMemory>& free_memory,
+                                                   int per_host) {
+  std::vector<RankState> ranks;
+  std::vector<PlacementUnit> units;
+  if (!make_units(options, free_memory, per_host, ranks, units)) return {{}};
+  if (std::any_of(ranks.begin(), ranks.end(), lacks_memory)) return {{}};
+  PlacementState sites(std::move(ranks), per_host, need_hosts(units), false);
   std::vector<std::vector<size_t>> found;
-  std::vector<Unit> placed;
-  for (const Unit& unit : units) {
+  std::vector<PlacementUnit> placed;
+  for (const PlacementUnit& unit : units) {
     const int site = sites.first(unit);
     if (site >= 0) {
       sites.take(unit, site);
@@ -45,20 +46,20 @@ std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& option
     placed.push_back(unit);
   }
   std::vector<int> on = sites.taken();
-  std::vector<Rank> left = sites.ranks();
-  std::vector<Movable> shards = movable(placed, on);
+  std::vector<RankState> left = sites.ranks();
+  std::vector<MovableShard> shards = movable(placed, on);
   exchange(left, shards);
-  for (const Movable& shard : shards) on[shard.position] = shard.rank;
+  for (const MovableShard& shard : shards) on[shard.position] = shard.rank;
   std::vector<std::vector<size_t>> by_rank(left.size());
   size_t position = 0;
-  for (const Unit& unit : placed) {
+  for (const PlacementUnit& unit : placed) {
     for (size_t i = 0; i < unit.count; ++i) {
       std::vector<size_t>& own = by_rank[on[position++]];
       if (own.empty() || own.back() != unit.option) own.push_back(unit.option);
     }
   }
   for (size_t r = 0; r < left.size(); ++r) {
-    if (is_short(left[r])) found.push_back(std::move(by_rank[r]));
+    if (lacks_memory(left[r])) found.push_back(std::move(by_rank[r]));
   }
   return found;
 }

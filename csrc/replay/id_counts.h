@@ -22,7 +22,7 @@ class IdCounts {
   void entries(int64_t* ids, int64_t* counts) const;
 
  private:
-  struct Entry {
+  struct IdCount {
     int64_t id;
     uint64_t count;  // 0: free
   };
@@ -33,8 +33,8 @@ class IdCounts {
   size_t place_of(int64_t id) const;
   bool grow();
 
-  std::vector<Entry> entries_;  // a power of two
-  std::vector<size_t> new_;     // places of the ids that are new in the present step
+  std::vector<IdCount> entries_;  // a power of two
+  std::vector<size_t> new_;       // places of the ids that are new in the present step
   size_t used_ = 0;
   size_t most_entries_;
   bool overflowed_ = false;

@@ -30,7 +30,7 @@ class HashSet {
 };
 
 // Ids of a part of a log that take() took.
-struct TakenIds {
+struct SelectedIds {
   const int64_t* bits;     // [counted]
   const int64_t* at;       // [counted]
   const int64_t* sampled;  // [sampled]
@@ -50,7 +50,7 @@ class Window {
 
   // Counts the next part of the log. Appends the occupied cells of each window that ends to
   // `occupied`.
-  void see(const TakenIds& ids, std::vector<int64_t>* occupied);
+  void see(const SelectedIds& ids, std::vector<int64_t>* occupied);
   // Ends the window, if one has begun.
   void close(std::vector<int64_t>* occupied);
 

@@ -129,16 +129,16 @@ void GrowingPinnedMemory::grow(int64_t bytes) {
 
 #endif
 
-std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_bytes,
+std::shared_ptr<GrowingMemory> make_growing_memory(MemoryLocation location, int64_t most_bytes,
                                                    c10::Device device) {
-  switch (place) {
+  switch (location) {
 #ifdef TORCHREC_HKV_CUDA
-    case Place::kShared:
+    case MemoryLocation::kShared:
       return make_growing_memory_for_gpu(most_bytes, device);
-    case Place::kDevice:
+    case MemoryLocation::kDevice:
       return make_growing_device_memory(most_bytes, device);
 #endif
-    case Place::kHost:
+    case MemoryLocation::kHost:
       return std::make_shared<GrowingHostMemory>(most_bytes);
     default:
       TORCH_CHECK(false, "this build of torchrec_hkv has no CUDA kernels, but memory for ", device,

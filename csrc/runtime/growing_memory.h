@@ -9,7 +9,7 @@
 
 namespace torchrec_hkv::runtime {
 
-enum class Place {
+enum class MemoryLocation {
   kHost,    // pages are zeroed when they are first touched
   kShared,  // host memory that a GPU reads and writes in place
   kDevice,  // GPU memory
@@ -40,7 +40,7 @@ class GrowingMemory {
 
 // Reserves addresses for `most_bytes` without backing them. No running work may use the memory when
 // it is destroyed; the destructor of GPU memory waits for such work.
-std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_bytes,
+std::shared_ptr<GrowingMemory> make_growing_memory(MemoryLocation location, int64_t most_bytes,
                                                    c10::Device device);
 
 // Makes whole pages of Place::kHost read as zeros again, without writing to them.

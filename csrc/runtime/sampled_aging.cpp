@@ -24,7 +24,7 @@ SampledAging::SampledAging(int64_t slots, std::optional<double> c)
     : slots_(slots), aged_{c.value_or(kFirstC), 0, 0, 0, -1, 0, 0} {
   if (c) return;
   entries_.assign(hash_table::MiniatureSize::of(slots).words(), 0);
-  miniatures_ = hash_table::Miniatures::make(entries_.data(), &tally_, slots);
+  miniatures_ = hash_table::Miniatures::make(entries_.data(), &counters_, slots);
 }
 
 double SampledAging::begin_call() {

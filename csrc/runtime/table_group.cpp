@@ -108,7 +108,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     restart_aging(t);
   }
   make_aging();
-  make_moving_rows();
+  make_frame_moves();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
   if (device.is_cuda()) refused_ = at::zeros({1}, at::dtype(at::kInt).device(device));
@@ -131,7 +131,7 @@ void TableGroup::upload_views() {
   views_.copy_(at::from_blob(host_views_.data(), views_.sizes(), at::kByte));
 }
 
-void TableGroup::make_moving_rows() {
+void TableGroup::make_frame_moves() {
   int64_t widest = 0;
   bool in_bulk = true;
   for (int64_t t = 0; t < num_tables(); ++t) {
@@ -142,9 +142,9 @@ void TableGroup::make_moving_rows() {
     widest = std::max(widest, bytes);
   }
   if (widest == 0) return;
-  moving_rows_.group_slots = num_slots_;
-  moving_rows_.num_tables = static_cast<int32_t>(num_tables());
-  if (in_bulk) moving_rows_.bulk_bytes = static_cast<int32_t>(widest);
+  frame_moves_.group_slots = num_slots_;
+  frame_moves_.num_tables = static_cast<int32_t>(num_tables());
+  if (in_bulk) frame_moves_.bulk_bytes = static_cast<int32_t>(widest);
 }
 
 void TableGroup::make_aging() {

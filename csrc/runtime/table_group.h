@@ -77,8 +77,8 @@ class TableGroup {
   // Throws ValueError if a GPU has reported bad offsets since the last call. Does not wait.
   void check_bad_offsets() const;
   // Whether a table has, or will have, rows in host memory and frames for them.
-  bool has_frames() const { return moving_rows_.any(); }
-  const hash_table::FrameMoves& moving_rows() const { return moving_rows_; }
+  bool has_frames() const { return frame_moves_.any(); }
+  const hash_table::FrameMoves& frame_moves() const { return frame_moves_; }
   // Whether a table remembers the ids that it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
   // Whether a table restores the counts of ids that return.
@@ -227,7 +227,7 @@ class TableGroup {
   hash_table::TableView view_without_frames(int64_t table) const;
   void upload_views();
   void make_aging();
-  void make_moving_rows();
+  void make_frame_moves();
 
   int64_t buckets_for(int64_t table, int64_t entries) const;
   std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
@@ -277,7 +277,7 @@ class TableGroup {
   std::optional<int64_t> state_dim_;
   hash_table::GroupShape shape_{.widest = 0, .four_wide = true, .float32_rows = true};
   bool needs_scores_ = false;
-  hash_table::FrameMoves moving_rows_;
+  hash_table::FrameMoves frame_moves_;
   bool remembers_evicted_ = false;
   bool restores_counts_ = false;
   bool simulates_ = false;
@@ -325,10 +325,10 @@ class HoldToGrow {
  public:
   explicit HoldToGrow(const TableGroup& group)
       : order_(group.growing() ? &group.order() : nullptr) {
-    if (order_ != nullptr) order_->hold(Hold::kAlone);
+    if (order_ != nullptr) order_->hold(Hold::kExclusive);
   }
   ~HoldToGrow() {
-    if (order_ != nullptr) order_->release(Hold::kAlone);
+    if (order_ != nullptr) order_->release(Hold::kExclusive);
   }
   HoldToGrow(const HoldToGrow&) = delete;
   HoldToGrow& operator=(const HoldToGrow&) = delete;

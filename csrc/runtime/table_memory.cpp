@@ -39,7 +39,7 @@ SlotArray make_array(const TableLayout& layout, at::Device device,
                      std::make_shared<GrowingHostMemory>(addresses, bytes));
   }
   if (on_host || layout.geometry.doublings > 0) {
-    const Place place = on_host ? Place::kShared : Place::kDevice;
+    const MemoryLocation place = on_host ? MemoryLocation::kShared : MemoryLocation::kDevice;
     return SlotArray(dtype, std::move(row), most, make_growing_memory(place, bytes, device));
   }
   std::vector<int64_t> shape{most};

@@ -40,13 +40,13 @@ Cut cut_of(const uint32_t* counts, int64_t n, int64_t wanted) {
 
 }  // namespace
 
-void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
-                     HotWord* words) {
+void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotMaskWord* before,
+                     HotMaskWord* words) {
   Cut cut{0, 0};
   if (wanted > 0 && n > 0) cut = cut_of(counts, n, wanted < n ? wanted : n);
   const bool none = cut.rows == 0;
   const auto was_hot = [&](int64_t row) {
-    return before != nullptr && hot_place(before[row / kHotWordRows], row) >= 0;
+    return before != nullptr && hot_index(before[row / kHotMaskRows], row) >= 0;
   };
   // Among rows with the count of the cut, rows that were hot before are chosen first.
   int64_t stay = 0;
@@ -56,8 +56,8 @@ void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const Ho
   stay = stay < cut.rows ? stay : cut.rows;
   int64_t come = cut.rows - stay;
   uint32_t hot = 0;
-  for (int64_t first = 0; first < n; first += kHotWordRows) {
-    const int64_t here = n - first < kHotWordRows ? n - first : kHotWordRows;
+  for (int64_t first = 0; first < n; first += kHotMaskRows) {
+    const int64_t here = n - first < kHotMaskRows ? n - first : kHotMaskRows;
     uint32_t mask = 0;
     for (int64_t k = 0; k < here && !none; ++k) {
       const uint32_t count = counts[first + k];
@@ -65,15 +65,15 @@ void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const Ho
       if (count == cut.count) is_hot = (was_hot(first + k) ? stay : come)-- > 0;
       mask |= static_cast<uint32_t>(is_hot) << k;
     }
-    words[first / kHotWordRows] = {mask, hot};
+    words[first / kHotMaskRows] = {mask, hot};
     hot += bits_of(mask);
   }
 }
 
-void copy_hot_rows(const HotCopy& its, int threads) {
+void copy_hot_rows(const HotRowCopy& its, int threads) {
   parallel_for(its.rows, 1 << 12, threads, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t place = hot_place(its.words[row / kHotWordRows], row);
+      const int64_t place = hot_index(its.words[row / kHotMaskRows], row);
       if (place < 0) continue;
       std::memcpy(its.to + place * its.row_bytes, its.from + row * its.row_bytes,
                   static_cast<size_t>(its.row_bytes));
@@ -91,7 +91,7 @@ void find_row_numbers(const RowNumbers& its, int threads) {
   };
   parallel_for(its.n, 1 << 12, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Choice choice = choose(its.ids[i], layer.geometry);
+      const CandidateBuckets choice = choose(its.ids[i], layer.geometry);
       its.rows[i] = number_in(choice.first, its.ids[i]);
       if (its.rows[i] < 0) its.rows[i] = number_in(choice.second, its.ids[i]);
     }

@@ -23,7 +23,7 @@ constexpr int kMostRoom = 1 << 30;       // a zero can be halved without limit
 // 1.5 * 2^23: adding a value to it rounds the value to an integer, ties to even.
 constexpr float kMagic = 12582912.0f;
 
-struct Range {
+struct ValueRange {
   float low, high;
   uint32_t magnitude;  // bits of the largest absolute value; larger than kInfinityBits for NaN
 };
@@ -37,8 +37,8 @@ template <typename Vector, typename Pick>
   return pick(two, __builtin_shufflevector(two, two, 1, 0, 3, 2, 5, 4, 7, 6))[0];
 }
 
-Range range_of(const float* row, int32_t dim) {
-  Range range{row[0], row[0], 0};
+ValueRange range_of(const float* row, int32_t dim) {
+  ValueRange range{row[0], row[0], 0};
   int32_t c = 0;
   if (dim >= 8) {
     Columns low, high;
@@ -139,26 +139,27 @@ class Coder {
 
 class Quantizer {
  public:
-  explicit Quantizer(const Quantization& its)
+  explicit Quantizer(const QuantizeArguments& its)
       : its_(its),
         row_bytes_(row_bytes_of(its.format, its.dim)),
         levels_(its.format == RowFormat::kInt8 ? 255.0f : 15.0f) {}
 
   // Converts rows until one exceeds the limit.
-  Quantized run(int64_t begin, int64_t end) const {
-    Quantized done{end, 0.0f, kMostRoom};
+  QuantizeResult run(int64_t begin, int64_t end) const {
+    QuantizeResult done{end, 0.0f, kMostRoom};
     for (int64_t i = begin; i < end; ++i) {
       const float* const row = its_.rows + i * its_.dim;
-      const Range range = range_of(row, its_.dim);
+      const ValueRange range = range_of(row, its_.dim);
       const float largest = bits_float(range.magnitude);
-      if (range.magnitude >= kInfinityBits || largest > its_.limit) return {i, largest, done.room};
-      done.room = std::min(done.room, write(row, range, its_.out + i * row_bytes_));
+      if (range.magnitude >= kInfinityBits || largest > its_.limit)
+        return {i, largest, done.headroom};
+      done.headroom = std::min(done.headroom, write(row, range, its_.out + i * row_bytes_));
     }
     return done;
   }
 
  private:
-  int write(const float* row, const Range& range, char* out) const {
+  int write(const float* row, const ValueRange& range, char* out) const {
     const float inverse = 1.0f / its_.unit;  // exact, as the unit is a power of two
     uint16_t halves[2];                      // scale and offset
     const float low = range.low * inverse, high = range.high * inverse;
@@ -193,22 +194,22 @@ class Quantizer {
     return std::min({room_of(halves[0]), room_of(halves[1]), room_of(low), room_of(high)});
   }
 
-  const Quantization& its_;
+  const QuantizeArguments& its_;
   const int64_t row_bytes_;
   const float levels_;
 };
 
 }  // namespace
 
-Quantized quantize(const Quantization& its, int threads) {
+QuantizeResult quantize(const QuantizeArguments& its, int threads) {
   const Quantizer quantizer(its);
-  Quantized all{its.n, 0.0f, kMostRoom};
+  QuantizeResult all{its.n, 0.0f, kMostRoom};
   std::mutex mutex;
   const int64_t grain = std::max(int64_t{1}, int64_t{1 << 16} / its.dim);
   parallel_for(its.n, grain, threads, [&](int64_t begin, int64_t end) {
-    const Quantized part = quantizer.run(begin, end);
+    const QuantizeResult part = quantizer.run(begin, end);
     const std::lock_guard<std::mutex> guard(mutex);
-    all.room = std::min(all.room, part.room);
+    all.headroom = std::min(all.headroom, part.headroom);
     if (part.rows < end && part.rows < all.rows) {
       all.rows = part.rows;
       all.largest = part.largest;

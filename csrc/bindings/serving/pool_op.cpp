@@ -33,7 +33,7 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at:
   key.insert(key.end(), tables.begin(), tables.end());
   key.insert(key.end(), kinds.begin(), kinds.end());
   std::vector<serving::cuda::PooledOutput> described;
-  serving::cuda::PoolCall call{};
+  serving::cuda::PoolLaunch call{};
   int32_t column = 0, layers = 1;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Feature& its = outputs[i];

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads)
                    const UpdateScratch scratch) {
   __shared__ uint32_t bags[kPrepared];  // relative to first_bag
   __shared__ int64_t first_bag;
-  using Scan = BlockScan<uint32_t, kThreads, Largest>;
+  using Scan = BlockScan<uint32_t, kThreads, Max>;
   __shared__ Scan::Storage scan;
   if (blockIdx.x == 0) {
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {

@@ -127,7 +127,7 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
     // A graph would start the other branch first, whose blocks leave no room for this sort's large
     // ones. Without a graph, waiting costs more than it gains.
     const bool hold = beside != nullptr && is_captured(stream);
-    if (hold) beside->hold_other();
+    if (hold) beside->delay_main();
     sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,
                   beside != nullptr && !hold, stream);
   } else {
