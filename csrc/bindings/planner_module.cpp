@@ -53,16 +53,18 @@ class RankMemory {
   std::tuple<int64_t, int64_t, std::vector<size_t>> missing(
       const std::vector<const Parts*>& options) const {
     check(options);
-    std::vector<planner::FreeMemory> left = free_memory_;
-    const ShardPlacement placement = planner::pack_overfull(options, left);
+    std::vector<planner::FreeMemory> remaining = free_memory_;
+    const ShardPlacement placement = planner::pack_overfull(options, remaining);
     std::vector<size_t> found;
     for (size_t at = 0; at < options.size(); ++at) {
-      const auto lacks_memory = [&](int r) { return left[r].hbm < 0 || left[r].host < 0; };
+      const auto lacks_memory = [&](int r) {
+        return remaining[r].hbm < 0 || remaining[r].host < 0;
+      };
       const std::vector<int>& ranks = placement[at];
       if (std::any_of(ranks.begin(), ranks.end(), lacks_memory)) found.push_back(at);
     }
     int64_t hbm = 0, host = 0;
-    for (const planner::FreeMemory& rank_memory : left) {
+    for (const planner::FreeMemory& rank_memory : remaining) {
       hbm -= std::min<int64_t>(rank_memory.hbm, 0);
       host -= std::min<int64_t>(rank_memory.host, 0);
     }
@@ -136,8 +138,8 @@ void define_planner(py::module_& m) {
       .def_readonly("spread", &Parts::spread)
       .def_readonly("hbm", &Parts::hbm)
       .def_readonly("host", &Parts::host)
-      .def_readonly("most_hbm", &Parts::most_hbm)
-      .def_readonly("most_bytes", &Parts::most_bytes)
+      .def_readonly("most_hbm", &Parts::max_hbm)
+      .def_readonly("most_bytes", &Parts::max_bytes)
       .def_readonly("time", &Parts::time);
   py::class_<TableOptions>(m, "PlannerChoices").def(py::init(&make_choices), py::arg("options"));
   py::class_<RankMemory>(m, "PlannerRooms")

@@ -285,16 +285,16 @@ bool are_placed(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buck
 
 // Adds ids to a hash_table::cpu::IdSet. Returns its new number of ids, and an id that it already
 // had or None.
-std::tuple<int64_t, std::optional<int64_t>> add_ids(at::Tensor set, int64_t held,
+std::tuple<int64_t, std::optional<int64_t>> add_ids(at::Tensor set, int64_t size,
                                                     const at::Tensor& ids, int64_t bits,
                                                     int64_t part) {
-  const int64_t places = set.numel() - 1;
-  check_given(set, "set", at::kLong, {places + 1}, at::kCPU);
+  const int64_t capacity = set.numel() - 1;
+  check_given(set, "set", at::kLong, {capacity + 1}, at::kCPU);
   check_given(ids, "ids", at::kLong, {ids.numel()}, at::kCPU);
-  TORCH_CHECK_VALUE(places >= 1 && (places & (places - 1)) == 0, "set has ", places,
+  TORCH_CHECK_VALUE(capacity >= 1 && (capacity & (capacity - 1)) == 0, "set has ", capacity,
                     " places, but their number must be a power of two.");
   TORCH_CHECK_VALUE(bits >= 0 && bits < 64, "bits is ", bits, ", but must be from 0 to 63.");
-  hash_table::cpu::IdSet id_set{set.data_ptr<int64_t>(), places, held};
+  hash_table::cpu::IdSet id_set{set.data_ptr<int64_t>(), capacity, size};
   const auto repeated =
       hash_table::cpu::add_ids(id_set, ids.const_data_ptr<int64_t>(), ids.numel(),
                                static_cast<int>(bits), static_cast<uint64_t>(part));

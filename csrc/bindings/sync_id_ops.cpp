@@ -45,27 +45,28 @@ std::vector<hash_table::ReplicaIds> check_replicas(at::TensorList ids, at::IntAr
   return replicas;
 }
 
-// Merges the ids of several replicas. slots: slots of the ids that replica `own` touched, counted
-// from the table's first slot. Returns (ids, known, touched, is_new, slots, left, places, absent):
+// Merges the ids of several replicas. slots: slots of the ids that replica `own_rank` touched,
+// counted from the table's first slot. Returns (ids, known, touched, is_new, slots, removed,
+// touched_indices, absent):
 // - ids: distinct ids that a replica touched, in the order of first occurrence;
 // - known: whether a replica that touched or lost the id had it before;
 // - touched, is_new: whether this replica touched the id, and whether it was new to this replica;
 // - slots: slot in this replica, or -1;
-// - left: distinct ids that left a replica and that no replica touched;
-// - places: index in `ids` of each id that this replica touched;
+// - removed: distinct ids that left a replica and that no replica touched;
+// - touched_indices: index in `ids` of each id that this replica touched;
 // - absent: indices of ids without a slot.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor>
-match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes, int64_t own,
-          const at::Tensor& slots) {
+match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes,
+          int64_t own_rank, const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   const hash_table::TableView& view = group->view(table);
   check_device(slots, "slots", group->device());
   const std::vector<hash_table::ReplicaIds> replicas = check_replicas(ids, sizes);
   const auto number = static_cast<int64_t>(replicas.size());
-  TORCH_CHECK_VALUE(own >= 0 && own < number, "own is ", own, ", but must be one of ", number,
-                    " replicas.");
-  const int64_t touched_here = replicas[own].touched();
+  TORCH_CHECK_VALUE(own_rank >= 0 && own_rank < number, "own is ", own_rank,
+                    ", but must be one of ", number, " replicas.");
+  const int64_t touched_here = replicas[own_rank].touched();
   check_int64s(slots, "slots");
   check_length(slots, "slots", touched_here);
   const auto* const at = slots.const_data_ptr<int64_t>();
@@ -91,7 +92,7 @@ match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef siz
       removed.data_ptr<int64_t>(),    touched_indices.data_ptr<int64_t>()};
   hash_table::MatchedCounts found{};
   group->order().run(kReadIndex, [&] {
-    found = hash_table::cpu::match_ids(view, replicas.data(), number, own, at, out,
+    found = hash_table::cpu::match_ids(view, replicas.data(), number, own_rank, at, out,
                                        at::get_num_threads());
   });
   const auto first = [&](const at::Tensor& of) { return of.narrow(0, 0, found.ids); };

@@ -146,8 +146,8 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const int64_t n = ids.numel();
   const at::Tensor keys = check_scores(group, scores, n, offsets, given_ids.first_bags());
   const uint64_t* given_scores = data_of(keys);
-  const at::Tensor held = rows ? check_rows(group, *rows, n) : at::Tensor();
-  const RowMatrix given_rows = rows ? matrix_of(held, group.matrix_type()) : RowMatrix{};
+  const at::Tensor given_tensor = rows ? check_rows(group, *rows, n) : at::Tensor();
+  const RowMatrix given_rows = rows ? matrix_of(given_tensor, group.matrix_type()) : RowMatrix{};
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
   TORCH_CHECK_VALUE(
       assign || !leavers,
@@ -170,14 +170,14 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   at::Tensor writer;
   const bool deterministic = group.deterministic();
   if (group.device().is_cuda() && assign && !deterministic) writer = at::empty_like(found);
-  const int64_t room = leavers ? n : 0;
-  at::Tensor left_ids = at::empty({room}, ids.options());
-  at::Tensor left_rows =
-      at::empty({room, group.shape().widest}, ids.options().dtype(group.matrix_dtype()));
-  at::Tensor left_scores = at::empty({room}, ids.options());
+  const int64_t max_evicted = leavers ? n : 0;
+  at::Tensor evicted_ids = at::empty({max_evicted}, ids.options());
+  at::Tensor evicted_rows =
+      at::empty({max_evicted, group.shape().widest}, ids.options().dtype(group.matrix_dtype()));
+  at::Tensor evicted_scores = at::empty({max_evicted}, ids.options());
   at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
   const bool several = group.num_tables() > 1;
-  at::Tensor left_tables = at::empty({several ? room : 0}, ids.options().dtype(at::kInt));
+  at::Tensor evicted_tables = at::empty({several ? max_evicted : 0}, ids.options().dtype(at::kInt));
   hash_table::Placement placement{
       initialize ? group.initial_rows() : hash_table::NewRows::kUntouched,
       hash_table::RefuseLower::kAll,
@@ -192,14 +192,14 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.simulates = group.simulates();
   placement.ordered = deterministic;
   if (leavers) {
-    placement.evicted_entries = {left_ids.data_ptr<int64_t>(),
-                                 matrix_of(left_rows, group.matrix_type()),
-                                 reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
+    placement.evicted_entries = {evicted_ids.data_ptr<int64_t>(),
+                                 matrix_of(evicted_rows, group.matrix_type()),
+                                 reinterpret_cast<uint64_t*>(evicted_scores.data_ptr<int64_t>()),
                                  reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()),
-                                 several ? left_tables.data_ptr<int32_t>() : nullptr};
+                                 several ? evicted_tables.data_ptr<int32_t>() : nullptr};
   }
   int64_t* out = slots.data_ptr<int64_t>();
-  bool* there = found.data_ptr<bool>();
+  bool* found_out = found.data_ptr<bool>();
 #ifdef TORCHREC_HKV_CUDA
   bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
 #endif
@@ -209,16 +209,16 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     HKV_ON_DEVICE(
         group.device(),
         hash_table::cpu::find_or_insert(group.views(), batch, call.context(given_scores),
-                                        group.aging(), placement, out, there, threads),
+                                        group.aging(), placement, out, found_out, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
-                                         there, writes, scratch.data_ptr(), stream));
+                                         found_out, writes, scratch.data_ptr(), stream));
     keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
   if (believed) slots.masked_fill_(slots.eq(hash_table::kSkipped), hash_table::kNoSlot);
-  if (leavers) left_scores = scores_of_tables(group, left_scores, left_tables);
-  return {slots, found, left_ids, left_rows, left_scores, number, left_tables};
+  if (leavers) evicted_scores = scores_of_tables(group, evicted_scores, evicted_tables);
+  return {slots, found, evicted_ids, evicted_rows, evicted_scores, number, evicted_tables};
 }
 
 // Returns (rows, whether each id has a slot).
@@ -238,11 +238,11 @@ std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor&
       at::empty({n, group.shape().widest}, slots.options().dtype(group.matrix_dtype()));
   const RowMatrix to = matrix_of(rows, group.matrix_type());
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  bool* there = found.data_ptr<bool>();
+  bool* found_out = found.data_ptr<bool>();
   HKV_ON_GROUP(group, kReadRows,
-               hash_table::cpu::gather_rows(group.views(), batch, at, to, there, threads),
+               hash_table::cpu::gather_rows(group.views(), batch, at, to, found_out, threads),
                hash_table::cuda::gather_rows(group.views(), group.only_table(), batch, at, to,
-                                             there, stream));
+                                             found_out, stream));
   return {rows, found};
 }
 
@@ -252,8 +252,8 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   check_slots(group, slots, hash_table::kNoSlot);
-  const at::Tensor held = check_rows(group, rows, slots.numel());
-  const RowMatrix from = matrix_of(held, group.matrix_type());
+  const at::Tensor given_tensor = check_rows(group, rows, slots.numel());
+  const RowMatrix from = matrix_of(given_tensor, group.matrix_type());
   group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 

@@ -22,7 +22,7 @@ struct Aging {
   // expire.
   const uint32_t* expire_after;
   int32_t num_tables;
-  uint32_t most_buckets;         // of one table in one sweep
+  uint32_t max_buckets;          // of one table in one sweep
   const Admissions* admissions;  // in host memory, counts to halve; null: none
   bool ages_counts;              // whether a table uses kAgedLfu, which needs begin_aged_call
 };
@@ -55,7 +55,7 @@ namespace cuda {
 inline void age(const TableView* tables, const Aging& aging, const CallContext& context,
                 cudaStream_t stream) {
   if (aging.expire_after != nullptr) {
-    expire(tables, aging.expire_after, aging.num_tables, /*all=*/false, aging.most_buckets, context,
+    expire(tables, aging.expire_after, aging.num_tables, /*all=*/false, aging.max_buckets, context,
            stream);
   }
   if (aging.admissions != nullptr) halve_counts(*aging.admissions, context, stream);

@@ -80,7 +80,7 @@ struct CountedSteps {
     uint64_t rest;
   };
   EncodedEntry encode(uint32_t step, uint64_t count) const {
-    if (count > kMostCounts) count = kMostCounts;
+    if (count > kMaxCounts) count = kMaxCounts;
     const uint32_t low = (static_cast<uint32_t>(count) & kLowCount) << kStepBits;
     const uint64_t high = count >> kCountBits;
     if (is_near(step)) {
@@ -152,8 +152,8 @@ struct CountedSteps {
 
   static constexpr int kFarCountBits = 64 - (32 - kStepBits);
   static constexpr uint64_t kFarCount = (uint64_t{1} << kFarCountBits) - 1;
-  static_assert(kMostCounts >> (kCountBits + 1) <= kFarCount);
-  static_assert(kMostCounts >> (kCountBits + 8) < uint64_t{1} << 48);
+  static_assert(kMaxCounts >> (kCountBits + 1) <= kFarCount);
+  static_assert(kMaxCounts >> (kCountBits + 8) < uint64_t{1} << 48);
 };
 
 }  // namespace torchrec_hkv::hash_table

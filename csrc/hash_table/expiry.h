@@ -61,9 +61,9 @@ void expire(const TableView& table, const Sweep& sweep, const CallContext& conte
 namespace cuda {
 
 // The same for all tables of a group. expire_after: [num_tables], 0 if entries don't expire. all:
-// sweeps every bucket instead of those of the step's turn. most_buckets: of one table in one sweep.
+// sweeps every bucket instead of those of the step's turn. max_buckets: of one table in one sweep.
 void expire(const TableView* tables, const uint32_t* expire_after, int32_t num_tables, bool all,
-            uint32_t most_buckets, const CallContext& context, cudaStream_t stream);
+            uint32_t max_buckets, const CallContext& context, cudaStream_t stream);
 
 }  // namespace cuda
 #endif

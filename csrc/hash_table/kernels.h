@@ -205,8 +205,8 @@ void touch_slots(const TableView* tables, const TableView* only, const Batch& ba
 void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
                  const int64_t* slots, int64_t n, cudaStream_t stream);
 
-// most_slots: of one table.
-void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+// max_slots: of one table.
+void select_slots(const TableView* tables, int32_t num_tables, int64_t max_slots,
                   const Selection& selection, bool* chosen, cudaStream_t stream);
 
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
@@ -235,12 +235,13 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 
 // The first part of an update, which needs no gradients: groups the positions of equal slots in
 // `scratch`, which must be aligned to 256 bytes. Reads the offsets, and the slot ranges and row
-// types of the tables. weighted: as above. hint: of the group. beside: whether `stream` is that of
-// a SideStream. In a CUDA graph the other stream may then be held until the largest blocks begin.
+// types of the tables. weighted: as above. hint: of the group. side_stream: whether `stream` is
+// that of a SideStream. In a CUDA graph the other stream may then be held until the largest blocks
+// begin.
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          bool weighted, int64_t num_slots, const GroupShape& shape,
                          const UpdateHint* hint, void* scratch, cudaStream_t stream,
-                         SideStream* beside = nullptr);
+                         SideStream* side_stream = nullptr);
 
 // grouping, scratch: the result of group_positions for the same batch, slots and shape; the call
 // overwrites the scratch. hint: of the group, in host memory that the GPU can write.

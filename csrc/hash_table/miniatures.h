@@ -21,7 +21,7 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int kMiniatures = 5;
-constexpr int kMostMiniatureSets = 64;
+constexpr int kMaxMiniatureSets = 64;
 constexpr int kMiniatureWays = 64;
 
 // AgedLfu::c of each miniature: LRU, and half-lives up to one that is close to LFU.
@@ -45,7 +45,7 @@ constexpr int kMiniatureCounterWords = sizeof(MiniatureCounters) / sizeof(uint64
 
 // A position of a batch whose id is in the sample.
 struct SampledId {
-  uint32_t where;  // its table's index times kMostMiniatureSets, plus its set
+  uint32_t where;  // its table's index times kMaxMiniatureSets, plus its set
   uint32_t tag;
   uint32_t given;
 };
@@ -67,7 +67,7 @@ struct MiniatureSize {
     const int64_t sets = slots / (32 * kMiniatureWays);
     const int64_t least = slots < 16 * kMiniatureWays ? 1 : 4;
     const int64_t bounded = sets < least ? least : sets;
-    return {static_cast<uint32_t>(bounded < kMostMiniatureSets ? bounded : kMostMiniatureSets),
+    return {static_cast<uint32_t>(bounded < kMaxMiniatureSets ? bounded : kMaxMiniatureSets),
             static_cast<uint32_t>(slots < kMiniatureWays ? slots : kMiniatureWays)};
   }
   int64_t words() const { return kMiniatures * sets * kMiniatureSetWords; }
@@ -104,7 +104,7 @@ struct Miniatures {
     const uint64_t hash = miniature_hash(id);
     if (!is_sampled(hash)) return false;
     const auto low = static_cast<uint32_t>(hash);
-    to->where = static_cast<uint32_t>(table) * kMostMiniatureSets +
+    to->where = static_cast<uint32_t>(table) * kMaxMiniatureSets +
                 static_cast<uint32_t>((low * static_cast<uint64_t>(size.sets)) >> 32);
     to->tag = low == 0 ? 1 : low;
     to->given = given > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(given);

@@ -39,10 +39,11 @@ struct MatchedCounts {
 
 namespace cpu {
 
-// replicas: [number]; own: which of them is this one; slots: of the ids that this one touched.
-// All replicas together have less than 2^32 - 1 ids.
+// replicas: [number]; own_index: which of them is this one; slots: of the ids that this one
+// touched. All replicas together have less than 2^32 - 1 ids.
 MatchedCounts match_ids(const TableView& table, const ReplicaIds* replicas, int64_t number,
-                        int64_t own, const int64_t* slots, const MatchedIds& out, int threads);
+                        int64_t own_index, const int64_t* slots, const MatchedIds& out,
+                        int threads);
 
 }  // namespace cpu
 }  // namespace torchrec_hkv::hash_table

@@ -61,10 +61,10 @@ struct SlotDifferences {
   std::vector<int64_t> slots;
   std::vector<int64_t> ids;
   std::vector<uint8_t> touched;
-  std::vector<uint8_t> stayed;
+  std::vector<uint8_t> unchanged;
   // Ids that have left their slots.
-  std::vector<int64_t> gone_slots;
-  std::vector<int64_t> gone_ids;
+  std::vector<int64_t> removed_slots;
+  std::vector<int64_t> removed_ids;
 };
 
 }  // namespace torchrec_hkv::hash_table

@@ -51,10 +51,10 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
 // Merges the records of two replicas, except for the flags. Rows and states become means over the
 // replicas that have the id. For an id that neither had at the last sync, they are means over both:
 // a replica without it contributes the initial row and states of 0. Overwrites the entry at
-// slots[i], which must be that of ids[i]; for kNoSlot the result goes to `own`, which may be
-// overwritten in any case.
-void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
-                   const float* theirs, int threads);
+// slots[i], which must be that of ids[i]; for kNoSlot the result goes to `own_records`, which may
+// be overwritten in any case.
+void merge_records(const TableView& table, const MergedEntries& entries,
+                   const ReplicaRecords& own_records, const float* other_records, int threads);
 
 }  // namespace cpu
 

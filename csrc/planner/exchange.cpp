@@ -6,7 +6,7 @@ namespace torchrec_hkv::planner {
 namespace {
 
 // Number of steps for each rank after which an exchange gives up.
-constexpr int kMostSteps = 8;
+constexpr int kMaxSteps = 8;
 
 // Number of bytes that counts as unlimited. Sums of it fit in 64 bits.
 constexpr int64_t kEndless = int64_t{1} << 60;
@@ -61,8 +61,8 @@ ShardMove best_change(int from, std::vector<RankState>& ranks, ByRank& by_rank) 
 }  // namespace
 
 void move(MovableShard* shard, int to, std::vector<RankState>& ranks, ByRank& by_rank) {
-  auto& own = by_rank[shard->rank];
-  own.erase(std::find(own.begin(), own.end(), shard));
+  auto& shards_of_rank = by_rank[shard->rank];
+  shards_of_rank.erase(std::find(shards_of_rank.begin(), shards_of_rank.end(), shard));
   RankState& before = ranks[shard->rank];
   before.free(*shard->need, before.time - shard->need->time);
   ranks[to].take(*shard->need);
@@ -78,7 +78,7 @@ bool exchange(std::vector<RankState>& ranks, std::vector<MovableShard>& shards) 
   const auto lacks_less = [](const RankState& a, const RankState& b) {
     return missing(a) < missing(b);
   };
-  for (int step = 0; step < kMostSteps * static_cast<int>(ranks.size()); ++step) {
+  for (int step = 0; step < kMaxSteps * static_cast<int>(ranks.size()); ++step) {
     const auto most = std::max_element(ranks.begin(), ranks.end(), lacks_less);
     if (missing(*most) == 0) return true;
     const int from = static_cast<int>(most - ranks.begin());

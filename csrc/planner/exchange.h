@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 
 namespace torchrec_hkv::planner {
 

@@ -6,26 +6,26 @@
 
 #include "planner/balance.h"
 #include "planner/exchange.h"
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 #include "planner/units.h"
 
 namespace torchrec_hkv::planner {
 namespace {
 
 // Besides one attempt per unit, a search makes at most this many attempts to place a unit:
-// kMostAttempts for up to kFewUnits units, otherwise kFewerAttempts.
+// kMaxAttempts for up to kFewUnits units, otherwise kFewerAttempts.
 constexpr size_t kFewUnits = 64;
-constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
+constexpr int64_t kMaxAttempts = 2000, kFewerAttempts = 200;
 // Number of changes that are tried to make the slowest rank faster.
-constexpr int64_t kMostOffers = 4'000'000, kFewerOffers = 100'000;
+constexpr int64_t kMaxOffers = 4'000'000, kFewerOffers = 100'000;
 // Shares of all bytes that are placed by memory before the rest is placed by time.
 constexpr double kShares[] = {0.5, 0.9, 0.97, 0.99, 0.999};
 
 // Branch and bound over all assignments.
 class FastestSearch {
  public:
-  FastestSearch(const std::vector<PlacementUnit>& units, PlacementState sites)
-      : units_(units), sites_(std::move(sites)) {}
+  FastestSearch(const std::vector<PlacementUnit>& units, PlacementState state)
+      : units_(units), state_(std::move(state)) {}
 
   std::vector<int> run() {
     go_on();
@@ -34,30 +34,30 @@ class FastestSearch {
 
  private:
   void go_on() {
-    const double time = sites_.slowest();
+    const double time = state_.slowest();
     if (time >= least_) return;
-    if (sites_.num_placed() == units_.size()) {
+    if (state_.num_placed() == units_.size()) {
       least_ = time;
-      best_ = sites_.taken();
+      best_ = state_.taken();
       return;
     }
-    const PlacementUnit& unit = units_[sites_.num_placed()];
-    for (const int site : sites_.all(unit)) {
-      sites_.take(unit, site);
+    const PlacementUnit& unit = units_[state_.num_placed()];
+    for (const int site : state_.all(unit)) {
+      state_.take(unit, site);
       go_on();
-      sites_.free(unit);
+      state_.free(unit);
     }
   }
 
   const std::vector<PlacementUnit>& units_;
-  PlacementState sites_;
+  PlacementState state_;
   double least_ = std::numeric_limits<double>::infinity();
   std::vector<int> best_;
 };
 
 // Depth-first search in the order of the units. Empty if it fails.
 // is_greedy: out: whether each unit is on its preferred site, so that memory had no influence.
-std::vector<int> search(const std::vector<PlacementUnit>& units, PlacementState sites,
+std::vector<int> search(const std::vector<PlacementUnit>& units, PlacementState state,
                         bool* is_greedy = nullptr) {
   struct ShardStep {
     bool listed = false;      // whether `others` is set
@@ -65,24 +65,24 @@ std::vector<int> search(const std::vector<PlacementUnit>& units, PlacementState 
   };
   std::vector<ShardStep> steps;
   bool back = false;
-  const int64_t more = units.size() <= kFewUnits ? kMostAttempts : kFewerAttempts;
+  const int64_t more = units.size() <= kFewUnits ? kMaxAttempts : kFewerAttempts;
   for (int64_t i = static_cast<int64_t>(units.size()) + more; i > 0; --i) {
     // After a step back the last step has no site.
     const size_t depth = steps.size() - (back ? 1 : 0);
     if (depth == units.size()) {
-      if (is_greedy != nullptr) *is_greedy = !sites.skipped_preferred();
-      return sites.taken();
+      if (is_greedy != nullptr) *is_greedy = !state.skipped_preferred();
+      return state.taken();
     }
     const PlacementUnit& unit = units[depth];
     int site = -1;
     if (!back) {
       steps.emplace_back();
-      site = sites.first(unit);
+      site = state.first(unit);
     } else {
       ShardStep& step = steps.back();
       if (!step.listed) {
         step.listed = true;
-        step.others = sites.all(unit);
+        step.others = state.all(unit);
         std::reverse(step.others.begin(), step.others.end());
         step.others.pop_back();  // this site has been tried
       }
@@ -92,41 +92,41 @@ std::vector<int> search(const std::vector<PlacementUnit>& units, PlacementState 
       }
     }
     if (site >= 0) {
-      sites.take(unit, site);
+      state.take(unit, site);
       back = false;
       continue;
     }
     steps.pop_back();
     if (steps.empty()) return {};
-    sites.free(units[depth - 1]);
+    state.free(units[depth - 1]);
     back = true;
   }
   return {};
 }
 
 // Places units, the largest first, and then exchanges shards that do not fit. Empty if it fails.
-// first: number of units that go where most memory is left. The others go where `sites` prefers.
-std::vector<int> exchanged(const std::vector<PlacementUnit>& units, PlacementState sites,
+// first: number of units that go where most memory is left. The others go where `state` prefers.
+std::vector<int> exchanged(const std::vector<PlacementUnit>& units, PlacementState state,
                            size_t first) {
   bool all_fit = true;
-  sites.prefer_time(false);
+  state.prefer_time(false);
   for (size_t at = 0; at < units.size(); ++at) {
     const PlacementUnit& unit = units[at];
-    if (at == first) sites.prefer_time(true);
-    const int site = sites.first(unit);
+    if (at == first) state.prefer_time(true);
+    const int site = state.first(unit);
     if (site >= 0) {
-      sites.take(unit, site);
+      state.take(unit, site);
     } else if (unit.spread == Spread::kAnyRank) {
-      sites.overflow(unit);
+      state.overflow(unit);
       all_fit = false;
     } else {
       return {};
     }
   }
-  std::vector<int> placed = sites.taken();
+  std::vector<int> placed = state.taken();
   if (all_fit) return placed;
   std::vector<MovableShard> shards = movable(units, placed);
-  std::vector<RankState> ranks = sites.ranks();
+  std::vector<RankState> ranks = state.ranks();
   if (!exchange(ranks, shards)) return {};
   for (const MovableShard& shard : shards) placed[shard.position] = shard.rank;
   return placed;
@@ -134,7 +134,7 @@ std::vector<int> exchanged(const std::vector<PlacementUnit>& units, PlacementSta
 
 // Places units if the ranks with the least time lack memory for some: the units that take the most
 // memory go where most memory is left, and the others where time is least.
-std::vector<int> mixed(const std::vector<PlacementUnit>& units, const PlacementState& sites) {
+std::vector<int> mixed(const std::vector<PlacementUnit>& units, const PlacementState& state) {
   double all = 0;
   for (const PlacementUnit& unit : units) all += static_cast<double>(unit.size);
   double taken = 0;
@@ -143,7 +143,7 @@ std::vector<int> mixed(const std::vector<PlacementUnit>& units, const PlacementS
     while (count < units.size() && taken < share * all) {
       taken += static_cast<double>(units[count++].size);
     }
-    std::vector<int> placed = exchanged(units, sites, count);
+    std::vector<int> placed = exchanged(units, state, count);
     if (!placed.empty()) return placed;
   }
   return {};
@@ -151,13 +151,13 @@ std::vector<int> mixed(const std::vector<PlacementUnit>& units, const PlacementS
 
 // Moves shards as long as the slowest rank becomes faster. Returns its time.
 double balanced(const std::vector<PlacementUnit>& units, std::vector<RankState> ranks,
-                int64_t most_offers, std::vector<int>& placed) {
+                int64_t max_offers, std::vector<int>& placed) {
   auto rank = placed.begin();
   for (const PlacementUnit& unit : units) {
     for (size_t i = 0; i < unit.count; ++i) ranks[*rank++].take(unit.needs[i]);
   }
   std::vector<MovableShard> shards = movable(units, placed);
-  balance(ranks, shards, most_offers);
+  balance(ranks, shards, max_offers);
   for (const MovableShard& shard : shards) placed[shard.position] = shard.rank;
   double most = 0;
   for (const RankState& each : ranks) most = std::max(most, each.time);
@@ -174,7 +174,7 @@ std::vector<int> fastest(const std::vector<PlacementUnit>& units,
   for (const bool last : {false, true}) {
     for (std::vector<int>& placed : found) {
       if (placed.empty() || (last && !all)) continue;
-      const double time = balanced(units, ranks, last ? kMostOffers : 0, placed);
+      const double time = balanced(units, ranks, last ? kMaxOffers : 0, placed);
       if (time < least) {
         least = time;
         best = placed;
@@ -193,9 +193,9 @@ Parts::Parts(std::vector<ShardNeed> shards, Spread spread)
     hbm = added(hbm, need.hbm);
     host = added(host, need.host);
     time += need.time;
-    most_hbm = std::max(most_hbm, need.hbm);
-    most_host = std::max(most_host, need.host);
-    most_bytes = std::max(most_bytes, added(need.hbm, need.host));
+    max_hbm = std::max(max_hbm, need.hbm);
+    max_host = std::max(max_host, need.host);
+    max_bytes = std::max(max_bytes, added(need.hbm, need.host));
   }
 }
 

@@ -34,7 +34,7 @@ struct Parts {
   Spread spread;
   // Sums over all shards, and values of the largest shard.
   int64_t hbm = 0, host = 0;
-  int64_t most_hbm = 0, most_host = 0, most_bytes = 0;
+  int64_t max_hbm = 0, max_host = 0, max_bytes = 0;
   double time = 0;
 };
 

@@ -13,8 +13,8 @@ bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
   const int64_t size = std::max(parts.hbm, parts.host);
   if (parts.spread == Spread::kAnyRank) {
     for (size_t i = 0; i < count; ++i) {
-      const int64_t own = std::max(needs[i].hbm, needs[i].host);
-      units.push_back({needs + i, 1, parts.spread, option, i, own});
+      const int64_t size = std::max(needs[i].hbm, needs[i].host);
+      units.push_back({needs + i, 1, parts.spread, option, i, size});
     }
     return true;
   }

@@ -5,7 +5,7 @@
 
 #include "planner/exchange.h"
 #include "planner/packing.h"
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 
 namespace torchrec_hkv::planner {
 

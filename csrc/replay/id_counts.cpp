@@ -11,9 +11,9 @@ constexpr int64_t kAhead = 16;  // ids whose entries are prefetched
 
 }  // namespace
 
-IdCounts::IdCounts(int64_t most_bytes)
-    : entries_(kLeast, IdCount{0, 0}),
-      most_entries_(static_cast<size_t>(most_bytes) / sizeof(IdCount)) {}
+IdCounts::IdCounts(int64_t max_bytes)
+    : entries_(kMin, IdCount{0, 0}),
+      max_entries_(static_cast<size_t>(max_bytes) / sizeof(IdCount)) {}
 
 // Returns the index of the entry that holds the id. If none does, returns that of the free entry
 // where the id would be inserted.
@@ -53,7 +53,7 @@ void IdCounts::count(const int64_t* ids, int64_t n, bool* found) {
 }
 
 bool IdCounts::grow() {
-  if (3 * entries_.size() > most_entries_) return false;  // the old entries and the new ones
+  if (3 * entries_.size() > max_entries_) return false;  // the old entries and the new ones
   std::vector<IdCount> old(2 * entries_.size(), IdCount{0, 0});
   old.swap(entries_);
   new_.clear();

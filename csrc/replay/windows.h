@@ -13,14 +13,14 @@ namespace torchrec_hkv::replay {
 // A set of hashes of ids.
 class HashSet {
  public:
-  HashSet() : slots_(kLeast, 0) {}
+  HashSet() : slots_(kMin, 0) {}
 
   // Whether the hash was added.
   bool add(int64_t hash);
   void clear();
 
  private:
-  static constexpr size_t kLeast = 64;
+  static constexpr size_t kMin = 64;
 
   void grow();
 

@@ -36,9 +36,9 @@ bool CallLock::may_begin(const std::array<Access, 3>& parts, ThreadId thread) co
     // forbid changes.
     return false;
   }
-  const bool held = exclusive_depth_ > 0 || !unchanged_.empty();
+  const bool holds_group = exclusive_depth_ > 0 || !unchanged_.empty();
   for (size_t p = 0; p < parts.size(); ++p) {
-    if (parts[p] == Access::kRead && (written_[p] || (waiting_writers_[p] > 0 && !held))) {
+    if (parts[p] == Access::kRead && (written_[p] || (waiting_writers_[p] > 0 && !holds_group))) {
       return false;
     }
     if (parts[p] == Access::kWrite && (written_[p] || readers_[p] > 0)) return false;
@@ -105,9 +105,10 @@ void CallLock::release(Hold kind) {
   {
     const std::lock_guard<std::mutex> locked(mutex_);
     if (kind == Hold::kUnchanged) {
-      const auto held = unchanged_.find(thread);
-      TORCH_CHECK(held != unchanged_.end(), "this thread does not hold the tables unchanged.");
-      if (--held->second == 0) unchanged_.erase(held);
+      const auto hold_count = unchanged_.find(thread);
+      TORCH_CHECK(hold_count != unchanged_.end(),
+                  "this thread does not hold the tables unchanged.");
+      if (--hold_count->second == 0) unchanged_.erase(hold_count);
     } else {
       TORCH_CHECK(exclusive_depth_ > 0 && exclusive_thread_ == thread,
                   "this thread does not hold the tables alone.");

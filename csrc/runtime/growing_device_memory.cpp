@@ -72,7 +72,7 @@ const Driver& driver() {
 
 class GrowingDeviceMemory : public GrowingMemory {
  public:
-  GrowingDeviceMemory(int64_t most_bytes, c10::Device device) : GrowingMemory(device) {
+  GrowingDeviceMemory(int64_t max_bytes, c10::Device device) : GrowingMemory(device) {
     const c10::OptionalDeviceGuard guard(device);
     HKV_CUDA_CHECK(cudaFree(nullptr));  // creates the device's context, if necessary
     properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -80,8 +80,8 @@ class GrowingDeviceMemory : public GrowingMemory {
     properties_.location.id = device.index();
     driver().check(
         driver().granularity(&chunk_bytes_, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
-        "learn the granularity of", most_bytes);
-    reserved_ = to_chunks(most_bytes);
+        "learn the granularity of", max_bytes);
+    reserved_ = to_chunks(max_bytes);
     if (reserved_ == 0) return;
     driver().check(driver().reserve(&address_, static_cast<size_t>(reserved_), 0, 0, 0),
                    "reserve addresses for", reserved_);
@@ -153,8 +153,8 @@ class GrowingDeviceMemory : public GrowingMemory {
 
 }  // namespace
 
-std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t most_bytes, c10::Device device) {
-  return std::make_shared<GrowingDeviceMemory>(most_bytes, device);
+std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t max_bytes, c10::Device device) {
+  return std::make_shared<GrowingDeviceMemory>(max_bytes, device);
 }
 
 }  // namespace torchrec_hkv::runtime

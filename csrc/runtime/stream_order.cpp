@@ -130,8 +130,8 @@ void StreamOrder::end(const AccessSet& use, bool moves) {
         part.reads.clear();
         break;
       case Access::kRead: {
-        const auto own = [&](const StreamMark& read) { return read.stream == stream; };
-        part.reads.erase(std::remove_if(part.reads.begin(), part.reads.end(), own),
+        const auto is_own_stream = [&](const StreamMark& read) { return read.stream == stream; };
+        part.reads.erase(std::remove_if(part.reads.begin(), part.reads.end(), is_own_stream),
                          part.reads.end());
         part.reads.push_back(mark);
         break;

@@ -83,7 +83,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.row_classes |=
         1u << hash_table::row_class_of(static_cast<int32_t>(config.dim), config.row_type);
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
-    shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
+    shape_.max_slots = std::max(shape_.max_slots, memory_.back().full_slots());
     shape_.scores = std::max(shape_.scores, scores_stored_by(config.eviction));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
@@ -152,7 +152,7 @@ void TableGroup::make_aging() {
   std::vector<uint64_t> seeds;
   std::vector<int64_t> ages;
   bool expires = false;
-  uint32_t most_buckets = 0;
+  uint32_t max_buckets = 0;
   for (int64_t t = 0; t < num_tables(); ++t) {
     const TableConfig& config = configs_[t];
     admissions.push_back(config.admission);
@@ -163,14 +163,14 @@ void TableGroup::make_aging() {
     const uint32_t period = hash_table::sweep_period(static_cast<uint32_t>(config.expire_after));
     // Set after the growth, because a CUDA graph sweeps the table that exists at its replay.
     const auto buckets = static_cast<uint32_t>(memory_[t].geometry().num_buckets);
-    most_buckets = std::max(most_buckets, (buckets - 1) / period + 1);
+    max_buckets = std::max(max_buckets, (buckets - 1) / period + 1);
   }
   admission_ = std::make_unique<GroupAdmission>(admissions, seeds, device_);
   expire_after_ = to_device_int32(ages, device_);
   const hash_table::Admissions* all = admission_->get();
   aging_ = {expires ? reinterpret_cast<const uint32_t*>(expire_after_.const_data_ptr<int32_t>())
                     : nullptr,
-            static_cast<int32_t>(num_tables()), most_buckets,
+            static_cast<int32_t>(num_tables()), max_buckets,
             all != nullptr && all->halved ? all : nullptr,
             std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
               return config.eviction == Eviction::kAgedLfu;
@@ -247,9 +247,9 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
 void TableGroup::check_memory(const AvailableMemory& available) const {
   MemoryBytes initial{}, full{};
   for (const TableConfig& config : configs_) {
-    const TableLayout its = layout(config);
-    initial += memory_of(its, its.geometry.initial_buckets(), device_);
-    full += memory_of(its, its.geometry.num_buckets, device_);
+    const TableLayout table_layout = layout(config);
+    initial += memory_of(table_layout, table_layout.geometry.initial_buckets(), device_);
+    full += memory_of(table_layout, table_layout.geometry.num_buckets, device_);
     const int64_t counts =
         admission_bytes(config.admission) + evicted_bytes(config) + miniature_bytes(config);
     const MemoryBytes fixed = device_.is_cpu() ? MemoryBytes{0, counts} : MemoryBytes{counts, 0};
@@ -257,9 +257,10 @@ void TableGroup::check_memory(const AvailableMemory& available) const {
     full += fixed;
   }
   const char* whose = num_tables() > 1 ? "' and the others of its group take " : "' takes ";
-  const auto check = [&](int64_t needed, int64_t there, const char* of, const char* what) {
-    TORCH_CHECK_VALUE(needed <= there, "table '", configs_[0].name, whose, needed, " bytes of ", of,
-                      ", but ", there, " bytes are ", what, ".");
+  const auto check = [&](int64_t needed, int64_t available_bytes, const char* of,
+                         const char* what) {
+    TORCH_CHECK_VALUE(needed <= available_bytes, "table '", configs_[0].name, whose, needed,
+                      " bytes of ", of, ", but ", available_bytes, " bytes are ", what, ".");
   };
   check(initial.hbm, available.hbm_free, "GPU memory from the start", "free");
   check(full.hbm, available.hbm_total, "GPU memory at the full capacity", "all there is");

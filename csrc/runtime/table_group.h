@@ -236,10 +236,10 @@ class TableGroup {
   // The tables that may be too small for n more ids, according to the host's bounds.
   std::vector<int64_t> expect_ids(int64_t n);
   // Grows tables for a batch. Returns the sizes of all tables, including the batch's ids.
-  std::vector<int64_t> look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                                     const std::optional<at::Tensor>& offsets,
-                                     at::IntArrayRef first_bags,
-                                     const std::vector<int64_t>& tables);
+  std::vector<int64_t> check_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
+                                      const std::optional<at::Tensor>& offsets,
+                                      at::IntArrayRef first_bags,
+                                      const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
   void grow_on_gpu(int64_t table, int64_t num_buckets);
   // Backs memory for this number of buckets.
@@ -303,8 +303,8 @@ class TableGroup {
 
   // The host's knowledge of a growing table. Changed in turns of order().
   struct Growth {
-    int64_t most_entries = 0;        // upper bound on the number of entries
-    int64_t looks = 0;               // consecutive calls that read the size
+    int64_t max_entries = 0;         // upper bound on the number of entries
+    int64_t checks = 0;              // consecutive calls that read the size
     int64_t counted = 0;             // number of entries when they were counted last
     int64_t misses = 0;              // counter of misses at that time
     int64_t misses_before_last = 0;  // counter of misses before the last call, while it splits

@@ -180,11 +180,11 @@ int64_t TableGroup::loaded_buckets(int64_t table, const at::Tensor& ids,
                                    const at::Tensor& occupied) const {
   const hash_table::Geometry& geometry = memory_[table].geometry();
   const int64_t* id = ids.const_data_ptr<int64_t>();
-  const bool* there = occupied.const_data_ptr<bool>();
+  const bool* is_occupied = occupied.const_data_ptr<bool>();
   int64_t buckets = geometry.initial_buckets();
   for (int64_t slot = 0; slot < geometry.num_slots() && buckets < geometry.num_buckets;) {
     const auto bucket = static_cast<uint32_t>(slot / geometry.bucket_slots);
-    if (!there[slot] ||
+    if (!is_occupied[slot] ||
         (bucket < buckets &&
          !hash_table::is_misplaced(id[slot], bucket, static_cast<uint32_t>(buckets)))) {
       ++slot;

@@ -1,7 +1,7 @@
 // Copies rows from host memory in the order of their addresses.
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "common/scan.cuh"
 #include "serving/host_rows.cuh"
 
@@ -13,7 +13,7 @@ constexpr int kScanThreads = 1024;
 // For fewer rows, ordering takes longer than it saves.
 constexpr int64_t kFewRows = 1 << 13;
 // Limit of the bytes that a lookup copies; it reads further rows in place.
-constexpr int64_t kMostCopiedBytes = int64_t{256} << 20;
+constexpr int64_t kMaxCopiedBytes = int64_t{256} << 20;
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
@@ -56,14 +56,14 @@ __device__ __forceinline__ void copy_rows(const HostRow (&of)[kTogether], char* 
 #pragma unroll
   for (int r = 0; r < kTogether; ++r) longest = max(longest, of[r].bytes);
   for (uint32_t at = threadIdx.x % 32 * kBytes; at < longest; at += 32 * kBytes) {
-    Word held[kTogether];
+    Word words[kTogether];
 #pragma unroll
     for (int r = 0; r < kTogether; ++r) {
-      if (at < of[r].bytes) held[r] = __ldcs(reinterpret_cast<const Word*>(of[r].row + at));
+      if (at < of[r].bytes) words[r] = __ldcs(reinterpret_cast<const Word*>(of[r].row + at));
     }
 #pragma unroll
     for (int r = 0; r < kTogether; ++r) {
-      if (at < of[r].bytes) *reinterpret_cast<Word*>(to + r * slot_bytes + at) = held[r];
+      if (at < of[r].bytes) *reinterpret_cast<Word*>(to + r * slot_bytes + at) = words[r];
     }
   }
 }
@@ -101,9 +101,9 @@ HostRowList HostRowList::in(const Staging& staging, size_t* bytes) {
   HostRowList made{};
   made.slot_bytes = static_cast<int64_t>(aligned(static_cast<size_t>(staging.row_bytes)));
   made.found = staging.found;
-  const int64_t room = kMostCopiedBytes / made.slot_bytes;
+  const int64_t max_copies = kMaxCopiedBytes / made.slot_bytes;
   if (staging.host_bytes > 0 && staging.num_found >= kFewRows && staging.num_found <= UINT32_MAX) {
-    made.capacity = static_cast<uint32_t>(min(staging.num_found, room));
+    made.capacity = static_cast<uint32_t>(min(staging.num_found, max_copies));
   }
   while ((staging.host_bytes - 1) >> made.shift >= kMaxBins) ++made.shift;
   char* at = staging.memory;

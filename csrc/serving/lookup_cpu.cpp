@@ -12,9 +12,9 @@ namespace {
 
 // Ids of a chunk: as many as their rows fit into the second-level cache besides the rows of the
 // chunk that is read meanwhile.
-constexpr int64_t kMostFound = 64, kLeastFound = 8, kBytesFound = 32768;
+constexpr int64_t kMaxFound = 64, kMinFound = 8, kBytesFound = 32768;
 // In a bag with more ids, rows are prefetched while rows are read: this many bytes ahead.
-constexpr int64_t kBytesAhead = 16384, kLeastAhead = 2, kMostAhead = 64;
+constexpr int64_t kBytesAhead = 16384, kMinAhead = 2, kMaxAhead = 64;
 
 // Processes whole bags in chunks, in three steps. While a chunk is read, the rows of the next chunk
 // and the buckets of the chunk after it are fetched from memory.
@@ -70,7 +70,7 @@ class ChunkPipeline {
   void read(const Chunk& chunk) {
     if (chunk.begin == chunk.end) return;
     const bool prefetched = chunk.last - chunk.first <= max_ids_;
-    const int64_t ahead = std::clamp(kBytesAhead / table_.row_bytes, kLeastAhead, kMostAhead);
+    const int64_t ahead = std::clamp(kBytesAhead / table_.row_bytes, kMinAhead, kMaxAhead);
     const FoundRows found{chunk.rows.data(), chunk.first, chunk.last, prefetched ? 0 : ahead};
     if (feature_.offsets == nullptr) {
       write_rows(feature_, found);
@@ -81,7 +81,7 @@ class ChunkPipeline {
 
   const Feature& feature_;
   const Table& table_;
-  const int64_t max_ids_ = std::clamp(kBytesFound / table_.row_bytes, kLeastFound, kMostFound);
+  const int64_t max_ids_ = std::clamp(kBytesFound / table_.row_bytes, kMinFound, kMaxFound);
   int64_t next_;
   const int64_t end_;
   int64_t unknown_ = 0;

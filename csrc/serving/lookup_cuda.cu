@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int64_t kMostFindBlocks = 2048;
+constexpr int64_t kMaxFindBlocks = 2048;
 
 __device__ void count_host_lookups(const Table& table, int lookups) {
   if (lookups > 0 && table.hot.host_lookups != nullptr) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsLaunch call) {
   int32_t at_row = lane / pieces, at = lane % pieces;
   const int32_t step_rows = 32 / pieces, step = 32 % pieces;
   for (int32_t base = lane; base - lane < total; base += 32 * kAhead) {
-    ColumnBlock<kFormat, kColumns> held[kAhead];
+    ColumnBlock<kFormat, kColumns> column_blocks[kAhead];
     uint32_t known = 0;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsLaunch call) {
       const auto from = reinterpret_cast<const char*>(
           __shfl_sync(kAll, reinterpret_cast<unsigned long long>(row), is_there ? at_row : 0));
       if (is_there && from != nullptr) {
-        held[k].load(from, at * kColumns);
+        column_blocks[k].load(from, at * kColumns);
         known |= 1u << k;
       }
       at += step;
@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsLaunch call) {
       float values[kColumns];
       if (known >> k & 1) {
         if constexpr (kOut == same_type(kFormat)) {
-          held[k].store(out + piece * piece_bytes);
+          column_blocks[k].store(out + piece * piece_bytes);
           continue;
         }
         // widen() needs the column only if a byte holds two columns and one of them is read.
         constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
-        held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
+        column_blocks[k].widen(unit, kInHalves ? piece % pieces : 0, values);
       } else {
         copy_unknown<kColumns>(*call.table, call.ids[first + piece / pieces],
                                piece % pieces * kColumns, values);
@@ -182,20 +182,20 @@ __device__ void pool_bags(const PoolLaunch& call, const PooledOutput& output, co
     float sums[kColumns] = {};
     float weight_sum = 0.0f;
     for (int64_t i = begin; i < end; i += kRowsAhead) {
-      ColumnBlock<kFormat, kColumns> held[kRowsAhead];
+      ColumnBlock<kFormat, kColumns> column_blocks[kRowsAhead];
       const char* rows[kRowsAhead];
 #pragma unroll
       for (int k = 0; k < kRowsAhead; ++k) rows[k] = i + k < end ? found[i + k] : nullptr;
 #pragma unroll
       for (int k = 0; k < kRowsAhead; ++k) {
-        if (rows[k] != nullptr) held[k].load(rows[k], column);
+        if (rows[k] != nullptr) column_blocks[k].load(rows[k], column);
       }
 #pragma unroll
       for (int k = 0; k < kRowsAhead; ++k) {
         if (i + k >= end) break;
         float values[kColumns];
         if (rows[k] != nullptr) {
-          held[k].widen(table.unit, column, values);
+          column_blocks[k].widen(table.unit, column, values);
         } else {
           copy_unknown<kColumns>(table, call.ids[i + k], column, values);
         }
@@ -307,7 +307,7 @@ void look_up_rows(const RowsLaunch& call, cudaStream_t stream) {
     size_t bytes = 0;
     const HostRowList rows = HostRowList::in(call.staging, &bytes);
     begin_list(rows, stream);
-    const int64_t blocks = min((call.n + kThreads - 1) / kThreads, kMostFindBlocks);
+    const int64_t blocks = min((call.n + kThreads - 1) / kThreads, kMaxFindBlocks);
     find_rows_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call, rows);
     HKV_CUDA_CHECK_LAUNCH();
     copy_listed(rows, stream);
@@ -330,7 +330,7 @@ void pool(const PoolLaunch& call, cudaStream_t stream) {
   if (call.num_outputs == 0 || call.batch_size == 0) return;
   if (call.n > 0) {
     const int64_t wanted = call.n / call.num_outputs / kThreads + 1;
-    const dim3 grid(static_cast<unsigned>(min(wanted, kMostFindBlocks)),
+    const dim3 grid(static_cast<unsigned>(min(wanted, kMaxFindBlocks)),
                     static_cast<unsigned>(call.num_outputs));
     size_t bytes = 0;
     const HostRowList rows = HostRowList::in(call.staging, &bytes);

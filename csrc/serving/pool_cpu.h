@@ -46,13 +46,13 @@ Vector fused_multiply_add(float row_scale, const Vector& x, const Vector& sum) {
 
 // A long bag is summed in blocks of rows. Bytes of a block, which are half of an L1 cache, and its
 // least number of rows.
-constexpr int64_t kBlockBytes = 16384, kLeastBlockRows = 8;
+constexpr int64_t kBlockBytes = 16384, kMinBlockRows = 8;
 
 // Sums of the bags of a feature.
 template <RowFormat kFormat, Accumulation kAccumulation>
-class BagPooler {
+class FeaturePooler {
  public:
-  BagPooler(const Feature& feature, const FoundRows& found)
+  FeaturePooler(const Feature& feature, const FoundRows& found)
       : feature_(feature), table_(*feature.table), found_(found) {}
 
   void run(int64_t begin, int64_t end) const {
@@ -63,7 +63,7 @@ class BagPooler {
       // would leave the cache before their next columns are read.
       const bool in_one_pass = table_.dim == 64 || table_.dim == 8 || table_.dim == 1;
       const int64_t block =
-          in_one_pass ? last - first : std::max(kLeastBlockRows, kBlockBytes / table_.row_bytes);
+          in_one_pass ? last - first : std::max(kMinBlockRows, kBlockBytes / table_.row_bytes);
       if (last - first > block) partial.resize(table_.dim);
       int64_t from = first;
       do {
@@ -174,11 +174,11 @@ inline void pool(const Feature& feature, const FoundRows& found, int64_t begin, 
       feature.fused && (format == RowFormat::kFloat32 || format == RowFormat::kFloat16);
   with_format(format, [&]<RowFormat kFormat>() {
     if (!is_scaled) {
-      BagPooler<kFormat, Accumulation::kPlain>(feature, found).run(begin, end);
+      FeaturePooler<kFormat, Accumulation::kPlain>(feature, found).run(begin, end);
     } else if (!fused) {
-      BagPooler<kFormat, Accumulation::kScaled>(feature, found).run(begin, end);
+      FeaturePooler<kFormat, Accumulation::kScaled>(feature, found).run(begin, end);
     } else if constexpr (kFormat == RowFormat::kFloat32 || kFormat == RowFormat::kFloat16) {
-      BagPooler<kFormat, Accumulation::kFusedScaled>(feature, found).run(begin, end);
+      FeaturePooler<kFormat, Accumulation::kFusedScaled>(feature, found).run(begin, end);
     }
   });
 }

@@ -90,13 +90,13 @@ void serving_copy_hot(const at::Tensor& words, const at::Tensor& rows, at::Tenso
   TORCH_CHECK_VALUE(out.dim() == 2 && out.is_contiguous() && out.size(1) == rows.size(1),
                     "out must be contiguous and of shape [hot rows, ", rows.size(1),
                     "], but has shape ", out.sizes(), ".");
-  const HotMaskWord* const its = words_of(words);
+  const HotMaskWord* const mask_words = words_of(words);
   if (words.is_cpu()) {
-    const HotMaskWord last = words.numel() == 0 ? HotMaskWord{} : its[words.size(0) - 1];
+    const HotMaskWord last = words.numel() == 0 ? HotMaskWord{} : mask_words[words.size(0) - 1];
     const int64_t hot = int64_t{last.before} + serving::bits_of(last.mask);
     TORCH_CHECK_VALUE(out.size(0) == hot, "out has ", out.size(0), " rows, but ", hot, " are hot.");
   }
-  const serving::HotRowCopy call{its, rows.size(0),
+  const serving::HotRowCopy call{mask_words, rows.size(0),
                                  reinterpret_cast<const char*>(rows.const_data_ptr<uint8_t>()),
                                  rows.size(1), reinterpret_cast<char*>(out.data_ptr<uint8_t>())};
   HKV_ON_DEVICE(words.device(), serving::cpu::copy_hot_rows(call, threads),

@@ -160,11 +160,11 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
         make_initial_rows({distributions[t], range[0], range[1], range[2], range[3]},
                           static_cast<uint64_t>(seeds[t]), "");
     made->tables.push_back(table);
-    for (const at::Tensor& its :
+    for (const at::Tensor& tensor :
          {buckets[t], changed_buckets[t], changed_rows[t], hot_words[t], hot_rows[t],
           lookup_counts[t], host_lookups[t], default_rows[t]}) {
-      if (its.numel() > 0) check_device(its, "a tensor of a table", made->device);
-      made->memory.push_back(its);
+      if (tensor.numel() > 0) check_device(tensor, "a tensor of a table", made->device);
+      made->memory.push_back(tensor);
     }
     made->memory.push_back(rows[t]);
   }

@@ -182,7 +182,7 @@ void compare_slots(const TableView& table, const SlotComparison& comparison, Slo
     found.slots.reserve(most);
     found.ids.reserve(most);
     found.touched.reserve(most);
-    found.stayed.reserve(most);
+    found.unchanged.reserve(most);
     for (int64_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
         const int64_t ahead = changed[i + kAhead].slot;
@@ -195,18 +195,18 @@ void compare_slots(const TableView& table, const SlotComparison& comparison, Slo
       bool& was_occupied = comparison.occupied[slot_change.slot - comparison.first];
       if (steps_only && !was_occupied) slot_change.is_occupied = has_entry(table, slot_change.slot);
       const int64_t id = slot_change.is_occupied ? table.ids[slot_change.slot] : 0;
-      const bool stayed = slot_change.is_occupied && was_occupied && id == before;
-      if (was_occupied && !stayed) {
-        found.gone_slots.push_back(slot_change.slot);
-        found.gone_ids.push_back(before);
+      const bool unchanged = slot_change.is_occupied && was_occupied && id == before;
+      if (was_occupied && !unchanged) {
+        found.removed_slots.push_back(slot_change.slot);
+        found.removed_ids.push_back(before);
       }
-      if (slot_change.is_occupied && (slot_change.touched || !stayed)) {
+      if (slot_change.is_occupied && (slot_change.touched || !unchanged)) {
         found.slots.push_back(slot_change.slot);
         found.ids.push_back(id);
         found.touched.push_back(slot_change.touched);
-        found.stayed.push_back(stayed);
+        found.unchanged.push_back(unchanged);
       }
-      if (stayed) continue;
+      if (unchanged) continue;
       if (slot_change.is_occupied) before = id;
       was_occupied = slot_change.is_occupied;
     }

@@ -272,7 +272,7 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       }
       many = n * 4 < (stop - begin) * 3;
       begin = stop;
-      stop = std::min(end, begin + Repeats::kMost);
+      stop = std::min(end, begin + Repeats::kMax);
     }
   }
   IdFinder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, context, shared, slots,
@@ -293,8 +293,8 @@ int64_t find_range(Touch touch, const TableView& table, const int64_t* ids, cons
 template <bool kTouch>
 int64_t find_all(const TableView* tables, const Batch& batch, const CallContext& context,
                  int64_t* slots, bool* found_at, int threads) {
-  constexpr int64_t kLeast = 1024;
-  const WorkPartition work(batch, batch.num_ids > kLeast ? threads : 1);
+  constexpr int64_t kMin = 1024;
+  const WorkPartition work(batch, batch.num_ids > kMin ? threads : 1);
   std::atomic<int64_t> next = 0, missed = 0;
   const int64_t workers = std::min<int64_t>(threads, work.size());
   parallel_for(workers, 1, threads, [&](int64_t, int64_t) {

@@ -81,9 +81,9 @@ std::vector<int64_t> find_misplaced_slots(const TableView& table, int64_t begin,
 }
 
 void move_misplaced(const TableView& table, int64_t begin, int64_t end, int threads) {
-  for (int64_t some = begin; some < end; some += kListedBuckets) {
-    const int64_t until = std::min(end, some + kListedBuckets);
-    for (const int64_t slot : find_misplaced_slots(table, some, until, threads)) {
+  for (int64_t chunk_begin = begin; chunk_begin < end; chunk_begin += kListedBuckets) {
+    const int64_t chunk_end = std::min(end, chunk_begin + kListedBuckets);
+    for (const int64_t slot : find_misplaced_slots(table, chunk_begin, chunk_end, threads)) {
       const BucketChoice choice = buckets_of(table, table.ids[slot]);
       const int64_t to = free_slot(table, choice);
       move_entry(table, slot, to);

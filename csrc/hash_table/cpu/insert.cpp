@@ -135,7 +135,7 @@ class MissingIdPlacer {
       if (i < n) {
         wait_for(first[i].after_first, known);
         wait_for(first[i].after_second, known);
-        const Victim victim = look_ahead(first[i], farthest);
+        const Victim victim = prefetch_slot(first[i], farthest);
         seen[i] = victim.slot;
         ranks[i] = victim.rank.score;
       }
@@ -158,7 +158,7 @@ class MissingIdPlacer {
 
   // Prefetches the slot that an id is likely to get. Returns it if another id has it; otherwise no
   // slot.
-  Victim look_ahead(const MissingId& it, Reach& farthest) {
+  Victim prefetch_slot(const MissingId& it, Reach& farthest) {
     const TableView& table = tables_[it.table];
     const uint64_t free_first = free_positions(table, it.choice.first);
     const int64_t free = free_slot(table, it.choice, free_first);
@@ -218,7 +218,7 @@ class MissingIdPlacer {
     slots_[it.position] = table.first_slot + slot;
   }
 
-  // seen, rank: the victim that look_ahead found, or no slot. Entries touched since then are
+  // seen, rank: the victim that prefetch_slot found, or no slot. Entries touched since then are
   // pinned, so it is still the victim unless it is pinned.
   SlotChoice choose_place(const MissingId& it, uint64_t new_score, uint64_t free_first,
                           int64_t seen, uint64_t rank) {

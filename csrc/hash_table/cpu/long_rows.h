@@ -27,8 +27,8 @@ struct LongRow {
 // Whether a row of `dim` columns with n gradients is summed by all threads.
 inline bool is_long(int64_t n, int32_t dim, int threads) {
   // One thread takes about 100 us for these, much longer than the start of a parallel loop.
-  constexpr int64_t kLeast = int64_t{1} << 19;
-  return threads > 1 && n * (dim + 32) >= kLeast;
+  constexpr int64_t kMin = int64_t{1} << 19;
+  return threads > 1 && n * (dim + 32) >= kMin;
 }
 
 // The sums of the pieces of one row.

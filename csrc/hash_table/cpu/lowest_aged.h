@@ -28,7 +28,7 @@ inline LowestRank lowest_aged(const Ranking& ranking,
     });
     if (low.number == UINT32_MAX) return kAllPinned;
     const LowestRank lowest = lowest_of_subset(
-        ranking, low.positions, ShortRankLanes::kMost, [&](int p) { return counts[p]; },
+        ranking, low.positions, ShortRankLanes::kMax, [&](int p) { return counts[p]; },
         [&](int p) { return steps[p]; });
     if (!is_unknown(lowest)) return lowest;
   }

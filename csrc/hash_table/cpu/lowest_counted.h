@@ -134,7 +134,7 @@ inline LowestRank lowest_unpinned(const WordRanks& ranks, const CountedSteps& co
                                             reads_high ? counted.window->high + base : nullptr, n);
   if (found.far) return kUnknown;
   if (found.positions == 0) return kAllPinned;
-  const uint32_t most = reads_high ? HighRanks::kMost : CountedSteps::kLowCount;
+  const uint32_t most = reads_high ? HighRanks::kMax : CountedSteps::kLowCount;
   const int64_t one = base + __builtin_ctzll(found.positions);
   const uint64_t count = counted.count(one);
   if (count > most) return kUnknown;
@@ -204,13 +204,13 @@ inline LowestRank lowest_of_words(const WordRanks& ranks, const CountedSteps& co
   if (ranks.wide) {
     return lowest_of_words<kOrder>(ranks, counted, base, n,
                                    lowest_words_avx512<kOrder>(ranks, words, n),
-                                   kShort ? ShortRanks::kMost : CountedSteps::kLowCount);
+                                   kShort ? ShortRanks::kMax : CountedSteps::kLowCount);
   }
 #endif
 #ifdef __AVX2__
   if (n >= kNumberLanes) {
     return lowest_of_words<kOrder>(ranks, counted, base, n, lowest_words<kOrder>(ranks, words, n),
-                                   kShort ? ShortRankLanes::kMost : CountedSteps::kLowCount);
+                                   kShort ? ShortRankLanes::kMax : CountedSteps::kLowCount);
   }
 #endif
   return lowest_of_all(ranks, counted, base, n);

@@ -21,8 +21,8 @@ template <typename CountAt, typename StepAt>
 inline LowestRank lowest_of_subset(const Ranking& ranking, uint64_t positions, uint64_t most,
                                    const CountAt& count_at, const StepAt& step_at) {
   LowestRank lowest = kAllPinned;
-  for (uint64_t left = positions; left != 0; left &= left - 1) {
-    const int p = __builtin_ctzll(left);
+  for (uint64_t remaining = positions; remaining != 0; remaining &= remaining - 1) {
+    const int p = __builtin_ctzll(remaining);
     const uint64_t count = count_at(p);
     if (count > most) [[unlikely]]
       return kUnknown;

@@ -50,7 +50,7 @@ HKV_AVX512 LowestWords lowest_words_avx512(const WordRanks& ranks, const uint32_
     }
     if (kOrder == WordOrder::kRank) {
       __m512i count = _mm512_maskz_srli_epi32(kAllSixteen, word, CountedSteps::kStepBits);
-      count = _mm512_maskz_min_epu32(kAllSixteen, count, sixteen_of(ShortRanks::kMost));
+      count = _mm512_maskz_min_epu32(kAllSixteen, count, sixteen_of(ShortRanks::kMax));
       const __m512i step = _mm512_maskz_sll_epi32(kAllSixteen, numbers[v], bits);
       numbers[v] =
           _mm512_add_epi32(step, _mm512_maskz_permutexvar_epi32(kAllSixteen, count, worths));
@@ -101,11 +101,11 @@ HKV_AVX512 inline __m512i high_ranks_avx512(const HighRanks& ranks, __m512i coun
   // Upper halves of products of 16 bits.
   __m512i arc = _mm512_mulhi_epu16(f, _mm512_sub_epi32(_mm512_setzero_si512(), f));
   arc = _mm512_mulhi_epu16(arc, sixteen_of(kBend));
-  __m512i bent = _mm512_add_epi32(log, arc);
-  bent = _mm512_maskz_slli_epi32(kAllSixteen, bent, HighRanks::kLogShift);
+  __m512i log_approx = _mm512_add_epi32(log, arc);
+  log_approx = _mm512_maskz_slli_epi32(kAllSixteen, log_approx, HighRanks::kLogShift);
   const __m512i half_life = sixteen_of(ranks.half_life());
-  const __m512i even = shift_right_wide<32>(multiply_wide(bent, half_life));
-  const __m512i odd = multiply_wide(shift_right_wide<32>(bent), half_life);
+  const __m512i even = shift_right_wide<32>(multiply_wide(log_approx, half_life));
+  const __m512i odd = multiply_wide(shift_right_wide<32>(log_approx), half_life);
   const __m512i worth = _mm512_mask_mov_epi32(even, 0xaaaa, odd);
   const __m128i bits = _mm_cvtsi32_si128(ranks.bits());
   return _mm512_add_epi32(_mm512_maskz_sll_epi32(kAllSixteen, step, bits), worth);

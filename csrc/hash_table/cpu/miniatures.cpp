@@ -43,7 +43,7 @@ class MiniatureSet {
   void place_missing(const SampledId& it) {
     if (const uint64_t at = match_steps(tags_, ways_, it.tag); at != 0) {
       const int p = __builtin_ctzll(at);
-      if (fresh_ >> p & 1) count(p, it.given);
+      if (inserted_ >> p & 1) count(p, it.given);
       return;
     }
     int p = -1;
@@ -52,13 +52,13 @@ class MiniatureSet {
     } else if ((p = lowest()) >= 0) {
       ++evicted;
     } else {
-      p = fresh_with_higher_tag(it.tag);
+      p = inserted_with_higher_tag(it.tag);
     }
     if (p < 0) return;
     tags_[p] = it.tag;
     counts_[p] = it.given;
     last_steps_[p] = now_;
-    fresh_ |= uint64_t{1} << p;
+    inserted_ |= uint64_t{1} << p;
   }
 
   uint64_t hits = 0, evicted = 0;
@@ -75,8 +75,8 @@ class MiniatureSet {
     const LowestRank lowest = ranking_.half_life == 0 ? oldest() : lowest_ranked();
     if (lowest.rank.score > ranking_.replaced_by_new(1, now_)) return -1;
     int best = -1;
-    for (uint64_t left = lowest.positions; left != 0; left &= left - 1) {
-      const int p = __builtin_ctzll(left);
+    for (uint64_t remaining = lowest.positions; remaining != 0; remaining &= remaining - 1) {
+      const int p = __builtin_ctzll(remaining);
       if (best < 0 || tags_[p] < tags_[best]) best = p;
     }
     return best;
@@ -95,10 +95,10 @@ class MiniatureSet {
 
   // The entry with the highest tag of those that this call inserted, if that is above `tag`; else
   // -1.
-  int fresh_with_higher_tag(uint32_t tag) const {
+  int inserted_with_higher_tag(uint32_t tag) const {
     int highest = -1;
-    for (uint64_t left = fresh_; left != 0; left &= left - 1) {
-      const int p = __builtin_ctzll(left);
+    for (uint64_t remaining = inserted_; remaining != 0; remaining &= remaining - 1) {
+      const int p = __builtin_ctzll(remaining);
       if (tags_[p] > (highest < 0 ? tag : tags_[highest])) highest = p;
     }
     return highest;
@@ -111,7 +111,7 @@ class MiniatureSet {
   const Ranking& ranking_;
   const ShortRanks& short_ranks_;
   const uint32_t now_;
-  uint64_t fresh_ = 0;  // entries that this call inserted
+  uint64_t inserted_ = 0;  // entries that this call inserted
 };
 
 constexpr int64_t kHashed = 8;  // ids at a time
@@ -159,8 +159,9 @@ std::vector<SampledId> sample(const TableView* tables, const Batch& batch,
           }
         };
         for (; at + kHashed <= stop; at += kHashed) {
-          for (uint32_t left = sampled_of_eight(miniatures, batch.ids + at); left; left &= left - 1)
-            try_sample(at + __builtin_ctz(left));
+          for (uint32_t remaining = sampled_of_eight(miniatures, batch.ids + at); remaining;
+               remaining &= remaining - 1)
+            try_sample(at + __builtin_ctz(remaining));
         }
         for (; at < stop; ++at) try_sample(at);
       }
@@ -207,9 +208,9 @@ void add(uint64_t& total, uint64_t more) {
 
 // The table of the ids of a set.
 int32_t table_of(std::span<const SampledId> ids) {
-  return static_cast<int32_t>(ids[0].where / kMostMiniatureSets);
+  return static_cast<int32_t>(ids[0].where / kMaxMiniatureSets);
 }
-uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMostMiniatureSets; }
+uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMaxMiniatureSets; }
 
 // Runs the miniatures of one table after the other, on one thread.
 class Simulation {

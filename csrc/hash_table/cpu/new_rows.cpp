@@ -54,7 +54,7 @@ class StagingBuffer {
   int64_t used_ = 0, count_ = 0;
 };
 
-int64_t most_row_bytes(const TableView* tables, const Batch& batch) {
+int64_t max_row_bytes(const TableView* tables, const Batch& batch) {
   int64_t most = 0;
   for (int32_t f = 0; f < batch.num_features; ++f) {
     const TableView& table = tables[batch.feature_tables[f]];
@@ -67,7 +67,7 @@ int64_t most_row_bytes(const TableView* tables, const Batch& batch) {
 
 void initialize_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
                      const int64_t* slots, bool initialize, int threads) {
-  const bool streams = missing.size() * most_row_bytes(tables, batch) > kFitsCache;
+  const bool streams = missing.size() * max_row_bytes(tables, batch) > kFitsCache;
   parallel_for(missing.size(), 256, threads, [&](int64_t begin, int64_t end) {
     constexpr int64_t kAhead = 8;
     StagingBuffer stage;

@@ -13,7 +13,7 @@ namespace {
 
 // Number of ids whose rows are prefetched ahead, across bags. Fewer for wide rows, so that they
 // leave room in the L1 cache.
-constexpr int64_t kMostAhead = 16, kLeastAhead = 2, kBytesAhead = 8192;
+constexpr int64_t kMaxAhead = 16, kMinAhead = 2, kBytesAhead = 8192;
 
 float dot(const float* a, const float* b, int32_t n) {
   constexpr int kLanes = 8;  // partial sums that the compiler can keep in one vector
@@ -40,7 +40,7 @@ class TableRows {
         slots_(slots),
         last_(last),
         row_bytes_(row_bytes(table)),
-        ahead_(std::clamp(kBytesAhead / row_bytes_, kLeastAhead, kMostAhead)),
+        ahead_(std::clamp(kBytesAhead / row_bytes_, kMinAhead, kMaxAhead)),
         rows_(table.rows.backing - table.first_slot * row_bytes_),
         buffer_(buffer) {
     for (int64_t at = first; at < std::min(first + ahead_, last); ++at)
@@ -164,10 +164,10 @@ class BagPooler {
   }
 
   // As sum, if some ids have no row.
-  template <int kMost>
+  template <int kMax>
   [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c, int32_t n) const {
     const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
-    float sums[kMost] = {};
+    float sums[kMax] = {};
     for (int64_t at = first; at < last; ++at) {
       rows_.before(at, c, n);
       const float* const from = rows_.columns(at, c, n);

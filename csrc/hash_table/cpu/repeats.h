@@ -13,7 +13,7 @@ namespace torchrec_hkv::hash_table::cpu {
 // of recent ids remembers it.
 class Repeats {
  public:
-  static constexpr int64_t kMost = 4096;  // positions at a time
+  static constexpr int64_t kMax = 4096;  // positions at a time
 
   // For positions from `first` on.
   Repeats(const int64_t* ids, int64_t first) : all_ids_(ids) { forget(first); }
@@ -25,7 +25,7 @@ class Repeats {
     std::fill_n(firsts_, 1 << kBits, 0u);
   }
 
-  // Lists the positions in [begin, end), at most kMost, that do not repeat an earlier one. Returns
+  // Lists the positions in [begin, end), at most kMax, that do not repeat an earlier one. Returns
   // their number.
   int64_t list(int64_t begin, int64_t end) {
     int64_t n = 0;
@@ -64,7 +64,7 @@ class Repeats {
       for (int64_t at = first_; at < end; ++at) {
         uint64_t& total = given_[origins_[at - first_]];
         const uint64_t more = context.given(at);
-        total = sums ? std::min(total + more, kMostCounts) : more;
+        total = sums ? std::min(total + more, kMaxCounts) : more;
       }
     }
     for (int64_t i = 0; i < n; ++i) given_[i] = given_[listed_[i] - first_];
@@ -78,9 +78,9 @@ class Repeats {
   const int64_t* ids_;
   int64_t first_;
   uint32_t firsts_[1 << kBits];  // position - first_, by a hash of the id
-  uint32_t origins_[kMost];
-  int64_t listed_[kMost], repeated_[kMost];
-  uint64_t given_[kMost];
+  uint32_t origins_[kMax];
+  int64_t listed_[kMax], repeated_[kMax];
+  uint64_t given_[kMax];
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -57,31 +57,32 @@ class TouchedSlots {
 
 // match_ids for two replicas from which no id has left. A lookup in the table tells which of the
 // other replica's ids this one touched, too.
-MatchedCounts match_two(const TableView& table, const ReplicaIds& mine, const ReplicaIds& theirs,
-                        bool first, const int64_t* slots, const MatchedIds& out, int threads) {
-  const int64_t n = mine.touched(), m = theirs.touched();
-  const TouchedSlots touched_slots(table, slots, mine.num_new, n);
+MatchedCounts match_two(const TableView& table, const ReplicaIds& this_replica,
+                        const ReplicaIds& other_replica, bool first, const int64_t* slots,
+                        const MatchedIds& out, int threads) {
+  const int64_t n = this_replica.touched(), m = other_replica.touched();
+  const TouchedSlots touched_slots(table, slots, this_replica.num_new, n);
   // This replica's ids come first if it is the first one, else the other's.
   std::vector<int64_t> at(m);  // of the other's ids, the index among this one's
   std::vector<int64_t> found(m);
-  find_ids(table, theirs.ids, m, found.data(), threads);
+  find_ids(table, other_replica.ids, m, found.data(), threads);
   for (int64_t j = 0; j < m; ++j) at[j] = touched_slots.find(found[j]);
   int64_t all = 0, absent = 0;
   std::fill_n(out.touched_indices, n, kNotFound);
   const auto append_mine = [&](int64_t i) {
-    out.ids[all] = mine.ids[i];
-    out.known[all] = i >= mine.num_new;
+    out.ids[all] = this_replica.ids[i];
+    out.known[all] = i >= this_replica.num_new;
     out.touched[all] = true;
-    out.is_new[all] = i < mine.num_new;
+    out.is_new[all] = i < this_replica.num_new;
     out.slots[all] = slots[i];
     out.touched_indices[i] = all++;
   };
   const auto append_theirs = [&](int64_t j) {
     const bool is_mine = at[j] != kNotFound;
-    out.ids[all] = theirs.ids[j];
-    out.known[all] = j >= theirs.num_new || (is_mine && at[j] >= mine.num_new);
+    out.ids[all] = other_replica.ids[j];
+    out.known[all] = j >= other_replica.num_new || (is_mine && at[j] >= this_replica.num_new);
     out.touched[all] = is_mine;
-    out.is_new[all] = is_mine && at[j] < mine.num_new;
+    out.is_new[all] = is_mine && at[j] < this_replica.num_new;
     out.slots[all] = found[j];
     if (found[j] == kNoSlot) out.absent[absent++] = all;
     if (is_mine) out.touched_indices[at[j]] = all;
@@ -93,7 +94,7 @@ MatchedCounts match_two(const TableView& table, const ReplicaIds& mine, const Re
       if (at[j] == kNotFound) {
         append_theirs(j);
       } else {
-        out.known[at[j]] |= j >= theirs.num_new;
+        out.known[at[j]] |= j >= other_replica.num_new;
       }
     }
   } else {
@@ -136,7 +137,8 @@ int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* 
 
 // match_ids for any number of replicas.
 MatchedCounts match_all(const TableView& table, const ReplicaIds* replicas, int64_t number,
-                        int64_t own, const int64_t* slots, const MatchedIds& out, int threads) {
+                        int64_t own_index, const int64_t* slots, const MatchedIds& out,
+                        int threads) {
   std::vector<int64_t> concatenated;
   for (int64_t r = 0; r < number; ++r) {
     concatenated.insert(concatenated.end(), replicas[r].ids, replicas[r].ids + replicas[r].all());
@@ -145,10 +147,10 @@ MatchedCounts match_all(const TableView& table, const ReplicaIds* replicas, int6
   const int64_t all = distinct_ids(concatenated.data(), static_cast<int64_t>(concatenated.size()),
                                    distinct.data(), touched_indices.data());
   std::vector<uint8_t> touched(all), known(all);
-  const int64_t *at = touched_indices.data(), *mine = nullptr;
+  const int64_t *at = touched_indices.data(), *this_replica = nullptr;
   for (int64_t r = 0; r < number; ++r) {
     const ReplicaIds& replica = replicas[r];
-    if (r == own) mine = at;
+    if (r == own_index) this_replica = at;
     for (int64_t i = 0; i < replica.touched(); ++i) touched[at[i]] = 1;
     for (int64_t i = replica.num_new; i < replica.all(); ++i) known[at[i]] = 1;
     at += replica.all();
@@ -167,10 +169,10 @@ MatchedCounts match_all(const TableView& table, const ReplicaIds* replicas, int6
   }
   std::fill_n(out.touched, num_kept, false);
   std::fill_n(out.is_new, num_kept, false);
-  for (int64_t i = 0; i < replicas[own].touched(); ++i) {
-    const int64_t place = out.touched_indices[i] = moved[mine[i]];
+  for (int64_t i = 0; i < replicas[own_index].touched(); ++i) {
+    const int64_t place = out.touched_indices[i] = moved[this_replica[i]];
     out.touched[place] = true;
-    out.is_new[place] = i < replicas[own].num_new;
+    out.is_new[place] = i < replicas[own_index].num_new;
     out.slots[place] = slots[i];
   }
   // The slots of ids that this replica did not touch.
@@ -191,14 +193,17 @@ MatchedCounts match_all(const TableView& table, const ReplicaIds* replicas, int6
 }  // namespace
 
 MatchedCounts match_ids(const TableView& table, const ReplicaIds* replicas, int64_t number,
-                        int64_t own, const int64_t* slots, const MatchedIds& out, int threads) {
-  const ReplicaIds& mine = replicas[own];
+                        int64_t own_index, const int64_t* slots, const MatchedIds& out,
+                        int threads) {
+  const ReplicaIds& this_replica = replicas[own_index];
   const bool none_removed = std::all_of(replicas, replicas + number,
                                         [](const ReplicaIds& of) { return of.num_removed == 0; });
-  if (number == 2 && none_removed && TouchedSlots::ascend(slots, mine.num_new, mine.touched())) {
-    return match_two(table, mine, replicas[1 - own], own == 0, slots, out, threads);
+  if (number == 2 && none_removed &&
+      TouchedSlots::ascend(slots, this_replica.num_new, this_replica.touched())) {
+    return match_two(table, this_replica, replicas[1 - own_index], own_index == 0, slots, out,
+                     threads);
   }
-  return match_all(table, replicas, number, own, slots, out, threads);
+  return match_all(table, replicas, number, own_index, slots, out, threads);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -134,9 +134,9 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
   });
 }
 
-void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
-                   const float* theirs, int threads) {
-  const RecordAddresses addresses(table, own.states);
+void merge_records(const TableView& table, const MergedEntries& entries,
+                   const ReplicaRecords& own_records, const float* other_records, int threads) {
+  const RecordAddresses addresses(table, own_records.states);
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   const int64_t* const slots = entries.slots;
@@ -154,13 +154,13 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
     }
   };
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> initial(own.columns);  // a new id's state is 0
+    std::vector<float> initial(own_records.columns);  // a new id's state is 0
     for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end) prefetch(slots[i + kAhead]);
-      float* const a = own.at(i);
-      const float* const b = theirs + i * own.stride();
-      const Metadata mine = metadata_of(own, a), other = metadata_of(own, b);
+      float* const a = own_records.at(i);
+      const float* const b = other_records + i * own_records.stride();
+      const Metadata mine = metadata_of(own_records, a), other = metadata_of(own_records, b);
       const uint32_t both = mine.flags & other.flags, either = mine.flags | other.flags;
       const bool is_new = !entries.known[i] && (either & ReplicaRecords::kWasPresent) == 0;
       const bool of_both = (both & ReplicaRecords::kIsPresent) != 0;
@@ -171,7 +171,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       if (is_new && !of_both) {
         initial_row(table.initial_rows, entries.ids[i], static_cast<uint32_t>(table.column_offset),
                     dim, initial.data());
-        mean_of(a, b, initial.data(), own.columns, factor, a);
+        mean_of(a, b, initial.data(), own_records.columns, factor, a);
       } else if (here && direct) {
         // Bypasses the record, because nothing reads it.
         float* const row = reinterpret_cast<float*>(addresses.rows.at(slots[i]));
@@ -181,16 +181,16 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
           mean_of(a, b, dim, factor, row);
         }
         if (addresses.state_bytes > 0) {
-          mean_of(a + dim, b + dim, own.columns - dim, factor,
+          mean_of(a + dim, b + dim, own_records.columns - dim, factor,
                   reinterpret_cast<float*>(addresses.states.at(slots[i])));
         }
         touch(slots[i], metadata.last_step, i);
         continue;
       } else {
-        mean_of(a, b, own.columns, factor, a);
+        mean_of(a, b, own_records.columns, factor, a);
       }
       if (highest >= 0) a[highest] = most;
-      set_metadata(own, a, metadata);
+      set_metadata(own_records, a, metadata);
       if (!here) continue;
       if (type == RowType::kFloat32) {
         std::memcpy(addresses.rows.at(slots[i]), a, addresses.row_bytes);

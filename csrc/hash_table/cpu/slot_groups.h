@@ -103,9 +103,9 @@ class Partitions {
 
  private:
   // Approximate number of positions of a partition: with its hash table and the addresses of
-  // gradients it fits the L2 cache. Partitions are smaller, down to kLeast, if whole tables would
+  // gradients it fits the L2 cache. Partitions are smaller, down to kMin, if whole tables would
   // not balance the threads.
-  static constexpr int64_t kMost = 65536, kLeast = 1024;
+  static constexpr int64_t kMax = 65536, kMin = 1024;
   static constexpr int kMaxBits = 12;
 
   // Relative cost of this number of positions.
@@ -152,8 +152,8 @@ class Partitions {
       const bool whole = load + table_ids <= fair;
       if (whole) load += table_ids;
       const auto too_large = [&](int64_t positions) {
-        return positions > kMost ||
-               (!whole && positions > kLeast && work(tables[t], positions) > part);
+        return positions > kMax ||
+               (!whole && positions > kMin && work(tables[t], positions) > part);
       };
       while (bits_[t] < kMaxBits && too_large(ids[t] >> bits_[t])) ++bits_[t];
     }

@@ -27,7 +27,7 @@ void for_each_feature(const TableView* tables, const Batch& batch, int64_t begin
 
 // Adds floats to a row of 8 bits, which is rounded to the nearest.
 void add_to_int8(char* row, const float* from, int32_t dim) {
-  float sums[kMostColumns];
+  float sums[kMaxColumns];
   widen_int8(row, 0, dim, sums);
   for (int32_t c = 0; c < dim; ++c) sums[c] += from[c];
   narrow_int8(sums, dim, row);

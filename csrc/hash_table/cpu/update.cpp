@@ -12,10 +12,10 @@
 
 #include "common/elements_cpu.h"
 #include "common/parallel.h"
+#include "hash_table/cpu/apply_row.h"
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/gradients.h"
 #include "hash_table/cpu/long_rows.h"
-#include "hash_table/cpu/row_updater.h"
 #include "hash_table/cpu/slot_groups.h"
 #include "hash_table/kernels.h"
 
@@ -262,9 +262,9 @@ class BatchUpdate {
 
   // Prefetches the first lines of a gradient; the processor prefetches later ones.
   void prefetch_gradient(const TableView& table, int64_t offset) const {
-    constexpr int64_t kMostBytes = 16 * kCacheLine;
+    constexpr int64_t kMaxBytes = 16 * kCacheLine;
     const char* const from = gradients_.data() + offset * element_size(kType);
-    prefetch_bytes(from, std::min<int64_t>(kMostBytes, table.dim() * element_size(kType)));
+    prefetch_bytes(from, std::min<int64_t>(kMaxBytes, table.dim() * element_size(kType)));
   }
 
   // How many of n positions, from the first on, are in the bag and have the same scale.

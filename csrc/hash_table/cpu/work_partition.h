@@ -33,7 +33,7 @@ class WorkPartition {
       items_.push_back({spans_.data(), spans_.data() + spans_.size(), true});
       return;
     }
-    const int64_t fair = batch.num_ids / threads + kLeast;
+    const int64_t fair = batch.num_ids / threads + kMin;
     std::vector<int64_t> loads(threads, 0);
     std::vector<TableSpans> split;
     for (const TableSpans& table : by_size()) {
@@ -54,7 +54,7 @@ class WorkPartition {
   const WorkItem& operator[](int64_t number) const { return items_[number]; }
 
  private:
-  static constexpr int64_t kLeast = 1024;  // positions of a piece
+  static constexpr int64_t kMin = 1024;  // positions of a piece
 
   // A table's spans.
   struct TableSpans {
@@ -92,7 +92,7 @@ class WorkPartition {
   void split_tables(const std::vector<TableSpans>& split, int threads) {
     int64_t ids = 0;
     for (const TableSpans& table : split) ids += table.ids;
-    const int64_t most = std::max(kLeast, ids / (4 * threads) + 1);
+    const int64_t most = std::max(kMin, ids / (4 * threads) + 1);
     std::vector<std::pair<int64_t, Span>> chunks;
     for (const TableSpans& table : split) {
       int64_t number = 0;

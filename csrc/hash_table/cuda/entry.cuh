@@ -59,20 +59,20 @@ __device__ __forceinline__ bool is_entry_of(const PackedEntry& entry, uint64_t h
     low = *entry.low();
     high = *entry.high();
   }
-  const PackedId mine = pack_hash(hash);
-  if (low != mine.low || high != mine.high) return false;
+  const PackedId packed = pack_hash(hash);
+  if (low != packed.low || high != packed.high) return false;
   if (!is_flagged_digest(digest_of(raw_digest(hash)))) return true;
-  return ((load_l2(entry.flags()) & entry.flag()) != 0) == mine.flag;
+  return ((load_l2(entry.flags()) & entry.flag()) != 0) == packed.flag;
 }
 
 // Writes the id, but not its digest and step.
 __device__ __forceinline__ void write_packed_id(const PackedEntry& entry, uint64_t hash) {
-  const PackedId mine = pack_hash(hash);
-  *entry.low() = mine.low;
-  *entry.high() = mine.high;
+  const PackedId packed = pack_hash(hash);
+  *entry.low() = packed.low;
+  *entry.high() = packed.high;
   if (!is_flagged_digest(digest_of(raw_digest(hash)))) return;
   // The sector's other slots may be claimed at the same time.
-  if (mine.flag) {
+  if (packed.flag) {
     atomicOr(entry.flags(), entry.flag());
   } else {
     atomicAnd(entry.flags(), ~entry.flag());

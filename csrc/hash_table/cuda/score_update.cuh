@@ -5,8 +5,8 @@
 //
 // Counts are exact under LFU and epoch LFU, and equal to those of a CPU: sums saturate, so the
 // order of the additions does not matter. Under LFU a lookup without a given count adds without a
-// test, so that no thread waits for the old count. A stored count can then be above kMostCounts,
-// and counts as kMostCounts. Under "customized", the score of any of the positions is stored; in
+// test, so that no thread waits for the old count. A stored count can then be above kMaxCounts,
+// and counts as kMaxCounts. Under "customized", the score of any of the positions is stored; in
 // deterministic mode keep_last_scores then stores the last one of the batch.
 #pragma once
 
@@ -18,14 +18,14 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Both are at most kMostCounts.
+// Both are at most kMaxCounts.
 __device__ __forceinline__ uint64_t add_counts(uint64_t a, uint64_t b) {
-  return a + b > kMostCounts ? kMostCounts : a + b;
+  return a + b > kMaxCounts ? kMaxCounts : a + b;
 }
 
 __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
   const uint64_t score = load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
-  return counts_lookups(table.eviction) && score > kMostCounts ? kMostCounts : score;
+  return counts_lookups(table.eviction) && score > kMaxCounts ? kMaxCounts : score;
 }
 
 // Adds to a count of 63 bits that saturates. The addition comes first, so that nothing waits for a
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_to_count(unsigned long long* score, uint64_t
   constexpr uint64_t kSmall = uint64_t{1} << 32;
   if (given < kSmall) {
     const unsigned long long old = atomicAdd(score, static_cast<unsigned long long>(given));
-    if (old + given > kMostCounts) atomicMin(score, static_cast<unsigned long long>(kMostCounts));
+    if (old + given > kMaxCounts) atomicMin(score, static_cast<unsigned long long>(kMaxCounts));
     return;
   }
   unsigned long long old = load_l2(score);
@@ -104,8 +104,8 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
 __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given, bool all_ones) {
   if (all_ones) return static_cast<uint64_t>(__popc(peers));
   uint64_t sum = 0;
-  for (unsigned left = peers; left; left &= left - 1) {
-    sum = add_counts(sum, __shfl_sync(peers, given, __ffs(static_cast<int>(left)) - 1));
+  for (unsigned remaining = peers; remaining; remaining &= remaining - 1) {
+    sum = add_counts(sum, __shfl_sync(peers, given, __ffs(static_cast<int>(remaining)) - 1));
   }
   return sum;
 }

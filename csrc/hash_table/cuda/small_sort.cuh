@@ -51,10 +51,10 @@ struct SmallSort {
 };
 
 // Sorts the first *number pairs, whose keys the caller has counted for the first pass. The number
-// of passes determines the half that holds the result. most_blocks: of a pass; fewer if few pairs
+// of passes determines the half that holds the result. max_blocks: of a pass; fewer if few pairs
 // are expected, because idle blocks delay concurrent kernels.
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
-                cudaStream_t stream, unsigned most_blocks = ~0u);
+                cudaStream_t stream, unsigned max_blocks = ~0u);
 
 // State of a listing, through which a block learns what earlier blocks have listed. Initially
 // zeros.

@@ -15,9 +15,9 @@ namespace {
 using tensor_train::TableCpu;
 using tensor_train::cuda::CoreView;
 using tensor_train::cuda::HeadView;
-using CudaTable = tensor_train::cuda::TableView;
+using CudaTable = tensor_train::cuda::TableCuda;
 
-constexpr int32_t kMostRank = 256;
+constexpr int32_t kMaxRank = 256;
 
 // Assigns offsets in one piece of memory, each aligned for any kernel.
 class WorkspaceLayout {
@@ -51,9 +51,9 @@ void check_ranks(const TensorTrainGroup& group) {
   for (int32_t t = 0; t < group.num_tables(); ++t) {
     const TableCpu& table = group.table(t);
     for (const int32_t rank : {table.head_r(), table.last_r()}) {
-      TORCH_CHECK_VALUE(rank <= kMostRank, "table '", group.name(t), "' has rank ", rank,
+      TORCH_CHECK_VALUE(rank <= kMaxRank, "table '", group.name(t), "' has rank ", rank,
                         ", but on a GPU the ranks beside the last two cores must be at most ",
-                        kMostRank, ".");
+                        kMaxRank, ".");
     }
   }
 }
@@ -253,7 +253,7 @@ std::shared_ptr<TensorTrainPlan> TensorTrainPlans::find(const TensorTrainGroup& 
     return plans_.back();
   }
   std::shared_ptr<TensorTrainPlan> made = make_plan(group, device, dtype, cores);
-  if (plans_.size() == kMost) plans_.erase(plans_.begin());
+  if (plans_.size() == kMax) plans_.erase(plans_.begin());
   plans_.push_back(made);
   return made;
 }

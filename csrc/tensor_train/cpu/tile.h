@@ -13,19 +13,19 @@
 namespace torchrec_hkv::tensor_train::cpu {
 
 // Zeroed memory whose pages are allocated when they are touched.
-class Zeros {
+class ZeroedBuffer {
  public:
-  explicit Zeros(int64_t size)
+  explicit ZeroedBuffer(int64_t size)
       : data_(static_cast<float*>(std::calloc(std::max<int64_t>(size, 1), sizeof(float)))) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
   float* data() const { return data_.get(); }
 
  private:
-  struct Free {
+  struct FreeDeleter {
     void operator()(float* p) const { std::free(p); }
   };
-  std::unique_ptr<float[], Free> data_;
+  std::unique_ptr<float[], FreeDeleter> data_;
 };
 
 // Converts n elements of a core, from `offset` on, to floats.
@@ -33,7 +33,7 @@ void widen(RowType type, const char* core, int64_t offset, int64_t n, float* out
 
 // One multiplication by a core: prefix = head [head_q][head_r] x middle slice
 // [head_r][middle_q][middle_r].
-struct Step {
+struct CoreProduct {
   RowType head_type;
   const char* heads;  // slices in the order of their numbers
   int32_t head_q;
@@ -54,14 +54,14 @@ struct Step {
 
 // The step to the prefixes of a table, from its first core or, with four cores, from the products
 // of the first two, given as floats.
-Step last_step(const TableCpu& table, const float* products);
+CoreProduct last_step(const TableCpu& table, const float* products);
 // The step from the first core to the products of the first two, for four cores.
-Step first_step(const TableCpu& table);
+CoreProduct first_step(const TableCpu& table);
 
 // Buffers for one thread.
 class PrefixTile {
  public:
-  PrefixTile(const Step& step, bool backward);
+  PrefixTile(const CoreProduct& step, bool backward);
 
   // Computes the products of `count` heads, at most tile_prefixes(), with one middle slice, and
   // zeroes the gradients of the products.
@@ -80,7 +80,7 @@ class PrefixTile {
  private:
   void load_middle(int64_t middle);
 
-  const Step step_;
+  const CoreProduct step_;
   const int64_t width_;
   const int32_t head_padded_;
   const bool backward_;
@@ -104,6 +104,6 @@ struct HeadPairs {
 HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads);
 
 // The products of pairs, [pairs][q_1 q_2][r_2].
-Zeros pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
+ZeroedBuffer pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
 
 }  // namespace torchrec_hkv::tensor_train::cpu

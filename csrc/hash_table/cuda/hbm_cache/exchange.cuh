@@ -19,12 +19,12 @@ struct VectorExchange {
 // Exchanges the rows or states of the lanes in `busy`. As many lanes move a vector as it has
 // pieces, so that writes to host memory are long; kAtOnce vectors are moved at a time.
 template <typename Word>
-__device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, const TableView* mine,
-                                                 unsigned busy, int64_t frame, int64_t victim,
-                                                 int64_t slot) {
+__device__ __forceinline__ void exchange_vectors(RowStore TableView::* store,
+                                                 const TableView* lane_table, unsigned busy,
+                                                 int64_t frame, int64_t victim, int64_t slot) {
   constexpr int kAtOnce = 4;
   constexpr auto kWordBytes = static_cast<int64_t>(sizeof(Word));
-  const TableView* first = table_of_lane<false>(mine, __ffs(static_cast<int>(busy)) - 1);
+  const TableView* first = table_of_lane<false>(lane_table, __ffs(static_cast<int>(busy)) - 1);
   int lanes = 1;  // of a vector
   while (lanes < kWarp && lanes * kWordBytes < (first->*store).bytes()) lanes *= 2;
   const int vectors = kWarp / lanes;  // vectors side by side
@@ -36,7 +36,7 @@ __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, co
     for (int k = 0; k < kAtOnce; ++k) {
       const int number = k * vectors + lane / lanes;
       const int source = nth_lane(remaining, number);
-      const TableView* table = table_of_lane<false>(mine, source);
+      const TableView* table = table_of_lane<false>(lane_table, source);
       const int64_t source_frame = __shfl_sync(kAllLanes, frame, source);
       const int64_t source_victim = __shfl_sync(kAllLanes, victim, source);
       const int64_t source_slot = __shfl_sync(kAllLanes, slot, source);
@@ -77,22 +77,22 @@ __device__ __forceinline__ void exchange_vectors(RowStore TableView::* store, co
 
 // For each busy lane: writes the row and state of `victim` from its frame to host memory, and loads
 // those of `slot` into the frame. kNoSlot: nothing to write, or to load. Called by all lanes.
-__device__ __forceinline__ void exchange_rows(const TableView* mine, bool is_busy, int64_t frame,
-                                              int64_t victim, int64_t slot) {
+__device__ __forceinline__ void exchange_rows(const TableView* lane_table, bool is_busy,
+                                              int64_t frame, int64_t victim, int64_t slot) {
   const auto of = [&](RowStore TableView::* store, bool wanted) {
     const unsigned busy = __ballot_sync(kAllLanes, wanted);
     if (busy == 0) return;
-    const int64_t bytes = wanted ? (mine->*store).bytes() : 0;
+    const int64_t bytes = wanted ? (lane_table->*store).bytes() : 0;
     if (__all_sync(kAllLanes, bytes % 16 == 0)) {
-      exchange_vectors<uint4>(store, mine, busy, frame, victim, slot);
+      exchange_vectors<uint4>(store, lane_table, busy, frame, victim, slot);
     } else if (__all_sync(kAllLanes, bytes % 4 == 0)) {
-      exchange_vectors<uint32_t>(store, mine, busy, frame, victim, slot);
+      exchange_vectors<uint32_t>(store, lane_table, busy, frame, victim, slot);
     } else {
-      exchange_vectors<uint16_t>(store, mine, busy, frame, victim, slot);
+      exchange_vectors<uint16_t>(store, lane_table, busy, frame, victim, slot);
     }
   };
   is_busy = is_busy && (victim != kNoSlot || slot != kNoSlot);
-  of(&TableView::states, is_busy && mine->states.moves());
+  of(&TableView::states, is_busy && lane_table->states.moves());
   of(&TableView::rows, is_busy);
 }
 

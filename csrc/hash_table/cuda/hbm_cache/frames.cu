@@ -22,29 +22,29 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t position = begin + threadIdx.x;
-    const TableView* mine = tables;
+    const TableView* lane_table = tables;
     int64_t slot = kNoSlot, frame = kNoFrame;
     if (position < batch.num_ids && placed[position] && slots[position] >= 0 &&
         slots[position] != kSkipped) {
-      mine = &table_at(tables, batch, position);
-      if (mine->frames.tags != nullptr) {
-        slot = slots[position] - mine->first_slot;
+      lane_table = &table_at(tables, batch, position);
+      if (lane_table->frames.tags != nullptr) {
+        slot = slots[position] - lane_table->first_slot;
         // Another call may have given the frame to another row, which has not moved yet.
         if (ways[position] != 0) {
-          const Frames& frames = mine->frames;
+          const Frames& frames = lane_table->frames;
           frame = frames.frame_at(frames.set_position(slot).set, ways[position] - 1);
         }
       }
     }
     const bool busy = slot != kNoSlot;
-    const uint64_t row_of = busy ? row_source<kRows>(*mine, batch.ids[position]) : 0;
+    const uint64_t row_of = busy ? row_source<kRows>(*lane_table, batch.ids[position]) : 0;
     for (unsigned remaining = __ballot_sync(kAllLanes, busy); remaining;) {
       const int source = nth_lane(remaining, tile);
       const bool working = tile < __popc(remaining);
       const int64_t source_slot = __shfl_sync(kAllLanes, slot, source);
       const int64_t source_frame = __shfl_sync(kAllLanes, frame, source);
       const uint64_t row_source_bits = __shfl_sync(kAllLanes, row_of, source);
-      const TableView* table = table_of_lane<false>(mine, source);
+      const TableView* table = table_of_lane<false>(lane_table, source);
       if (working) write_new_row<kRows>(*table, row_source_bits, source_slot, source_frame, lane);
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) remaining &= remaining - 1;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
 }
 
 unsigned grid_for_sets(const TableView& table) {
-  constexpr int64_t kMostWarps = int64_t{1} << 20;
-  return grid_for(min(table.frames.num_sets, kMostWarps) * kWarp);
+  constexpr int64_t kMaxWarps = int64_t{1} << 20;
+  return grid_for(min(table.frames.num_sets, kMaxWarps) * kWarp);
 }
 
 }  // namespace

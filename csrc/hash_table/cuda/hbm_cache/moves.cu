@@ -1,6 +1,6 @@
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "common/scan.cuh"
 #include "hash_table/cuda/hbm_cache/exchange.cuh"
 #include "hash_table/cuda/hbm_cache/moves.cuh"
@@ -41,17 +41,18 @@ struct ClaimCounters {
   uint32_t fetched = 0, host_hits = 0, written_back = 0;
 
   // has_slot: whether the lane counts. Called by all lanes.
-  __device__ __forceinline__ void add(const TableView* mine, bool has_slot, bool is_fetched,
+  __device__ __forceinline__ void add(const TableView* lane_table, bool has_slot, bool is_fetched,
                                       bool is_host_hit, bool is_written_back) {
     const unsigned lanes = __ballot_sync(kAllLanes, has_slot);
     if (lanes == 0) return;
-    const TableView* const first = table_of_lane<false>(mine, __ffs(static_cast<int>(lanes)) - 1);
+    const TableView* const first =
+        table_of_lane<false>(lane_table, __ffs(static_cast<int>(lanes)) - 1);
     if (first != table) flush();
     table = first;
-    if (!__all_sync(kAllLanes, !has_slot || mine == first)) {
-      count_warp(mine, kFetched, is_fetched);
-      count_warp(mine, kHostHits, is_host_hit);
-      count_warp(mine, kWrittenBack, is_written_back);
+    if (!__all_sync(kAllLanes, !has_slot || lane_table == first)) {
+      count_warp(lane_table, kFetched, is_fetched);
+      count_warp(lane_table, kHostHits, is_host_hit);
+      count_warp(lane_table, kWrittenBack, is_written_back);
       return;
     }
     fetched += __popc(__ballot_sync(kAllLanes, is_fetched));
@@ -83,27 +84,27 @@ __global__ void __launch_bounds__(kThreads)
   ClaimCounters counters;
   for (int64_t begin = from; begin < to; begin += kThreads) {
     const int64_t position = begin + threadIdx.x;
-    const TableView* mine = tables;
+    const TableView* lane_table = tables;
     int64_t slot = kNoSlot;
     bool is_new = false;
     FrameClaim claim;
     if (position < batch.num_ids && slots[position] >= 0 && slots[position] != kSkipped) {
       is_new = placed[position];
-      mine = &table_at(tables, batch, position);
-      if (mine->frames.tags != nullptr && (is_new || others)) {
-        slot = slots[position] - mine->first_slot;
-        claim = is_new ? claim_frame<true>(*mine, slot, context)
-                       : claim_frame<false>(*mine, slot, context);
+      lane_table = &table_at(tables, batch, position);
+      if (lane_table->frames.tags != nullptr && (is_new || others)) {
+        slot = slots[position] - lane_table->first_slot;
+        claim = is_new ? claim_frame<true>(*lane_table, slot, context)
+                       : claim_frame<false>(*lane_table, slot, context);
       }
     }
     int64_t way = -1;
     if (claim.frame != kNoFrame) {
-      way = claim.frame - mine->frames.frame_at(mine->frames.set_position(slot).set, 0);
+      way = claim.frame - lane_table->frames.frame_at(lane_table->frames.set_position(slot).set, 0);
     }
     if (is_new) moves.new_ways[position] = static_cast<uint8_t>(1 + way);
     const bool was_present = slot != kNoSlot && !is_new;
     const bool is_loaded = was_present && claim.taken, is_evicted = claim.victim != kNoSlot;
-    counters.add(mine, slot != kNoSlot, is_loaded,
+    counters.add(lane_table, slot != kNoSlot, is_loaded,
                  is_loaded || (was_present && claim.frame == kNoFrame), is_evicted);
     const unsigned listed = __ballot_sync(kAllLanes, is_loaded || is_evicted);
     if (lane == 0) of_warps[warp] = static_cast<uint32_t>(__popc(listed));
@@ -118,8 +119,8 @@ __global__ void __launch_bounds__(kThreads)
     for (unsigned w = 0; w < warp; ++w) at += of_warps[w];
     __syncthreads();  // the next round overwrites both
     if (!is_loaded && !is_evicted) continue;
-    const Move move(mine->first_slot + slot, way, is_new,
-                    is_evicted ? 1 + mine->frames.set_position(claim.victim).number : 0);
+    const Move move(lane_table->first_slot + slot, way, is_new,
+                    is_evicted ? 1 + lane_table->frames.set_position(claim.victim).number : 0);
     moves.claimed[at] = move;
     atomicAdd(&moves.bin_of(move), 1u);
   }
@@ -131,14 +132,14 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
   using Scan = BlockScan<uint32_t, kScanThreads>;
   constexpr int kVectors = kMaxBins / kScanThreads / 4;  // of a thread
   __shared__ Scan::Storage storage;
-  enter_chain();
+  begin_dependent_kernel();
   if (*moves.number == 0) return;
-  auto* const mine = reinterpret_cast<uint4*>(moves.bins) + threadIdx.x * kVectors;
+  auto* const thread_bins = reinterpret_cast<uint4*>(moves.bins) + threadIdx.x * kVectors;
   const auto is_one = [&](int k) { return threadIdx.x * kVectors + k < moves.vectors; };
   uint4 counts[kVectors];
   uint32_t all = 0, of_block;
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) counts[k] = is_one(k) ? mine[k] : uint4{};
+  for (int k = 0; k < kVectors; ++k) counts[k] = is_one(k) ? thread_bins[k] : uint4{};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) all += counts[k].x + counts[k].y + counts[k].z + counts[k].w;
   uint32_t begin = Scan::before(storage, all, of_block);
@@ -146,13 +147,13 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const Moves moves) {
   for (int k = 0; k < kVectors; ++k) {
     const uint32_t second = begin + counts[k].x, third = second + counts[k].y;
     const uint32_t fourth = third + counts[k].z;
-    if (is_one(k)) mine[k] = {begin, second, third, fourth};
+    if (is_one(k)) thread_bins[k] = {begin, second, third, fourth};
     begin = fourth + counts[k].w;
   }
 }
 
 __global__ void __launch_bounds__(kThreads) order_kernel(const Moves moves) {
-  enter_chain();
+  begin_dependent_kernel();
   const uint32_t number = *moves.number;
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
     const Move move = moves.claimed[i];
@@ -168,11 +169,11 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t number = *moves.number;
   const uint32_t warp = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
   const uint32_t warps = gridDim.x * (kThreads / kWarp), lane = threadIdx.x % kWarp;
-  const uint32_t mine = (lane / kNeighbours * warps + warp) * kNeighbours + lane % kNeighbours;
+  const uint32_t lane_move = (lane / kNeighbours * warps + warp) * kNeighbours + lane % kNeighbours;
   for (uint32_t from = 0; from < number; from += warps * kWarp) {
-    const bool busy = from + mine < number;
+    const bool busy = from + lane_move < number;
     const MoveAddresses move(tables, moves.num_tables,
-                             busy ? moves.ordered[from + mine] : Move(0, 0, true, 0));
+                             busy ? moves.ordered[from + lane_move] : Move(0, 0, true, 0));
     exchange_rows(move.table, busy, move.frame, move.victim, move.slot);
   }
 }
@@ -193,8 +194,8 @@ Moves claim_frames(const TableView* tables, const Batch& batch, const CallContex
   claim_kernel<<<min(grid, resident_blocks(claim_kernel)), kThreads, 0, stream>>>(
       tables, batch, context, slots, placed, others, moves);
   HKV_CUDA_CHECK_LAUNCH();
-  launch_chained(scan_kernel, 1, kScanThreads, stream, moves);
-  launch_chained(order_kernel, min(grid, multiprocessors()), kThreads, stream, moves);
+  launch_dependent(scan_kernel, 1, kScanThreads, stream, moves);
+  launch_dependent(order_kernel, min(grid, multiprocessors()), kThreads, stream, moves);
   return moves;
 }
 

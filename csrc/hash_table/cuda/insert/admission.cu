@@ -24,17 +24,17 @@ namespace {
 __device__ uint32_t find_entry(const Batch& batch, const AdmissionScratch& scratch, int32_t table,
                                int64_t position) {
   const int64_t id = batch.ids[position];
-  const auto mine = static_cast<uint32_t>(position + 1);
+  const auto claim = static_cast<uint32_t>(position + 1);
   auto at = static_cast<uint32_t>(
       mix64(static_cast<uint64_t>(id) + static_cast<uint64_t>(table) * 0x9e3779b97f4a7c15ull));
   for (;; ++at) {
     const uint32_t entry = at & scratch.mask;
     uint32_t occupant = load_l2(&scratch.owners[entry]);
-    if (occupant == 0) occupant = atomicCAS(&scratch.owners[entry], 0u, mine);
+    if (occupant == 0) occupant = atomicCAS(&scratch.owners[entry], 0u, claim);
     if (occupant == 0) return entry;
     const int64_t other = static_cast<int64_t>(occupant) - 1;
     if (batch.ids[other] == id && batch.feature_tables[batch.feature_of(other)] == table) {
-      if (mine < occupant) atomicMin(&scratch.owners[entry], mine);
+      if (claim < occupant) atomicMin(&scratch.owners[entry], claim);
       return entry;
     }
   }

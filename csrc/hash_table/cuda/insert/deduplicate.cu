@@ -18,15 +18,15 @@ __global__ void __launch_bounds__(kThreads)
   if (position >= batch.num_ids || !is_missing(slots[position])) return;
   const TableView& table = table_at(tables, batch, position);
   const int64_t id = batch.ids[position];
-  const auto mine = static_cast<uint32_t>(position + 1);
+  const auto claim = static_cast<uint32_t>(position + 1);
   for (uint32_t at = scratch_hash(table, id);; ++at) {
     const uint32_t index = at & missing.mask;
     uint32_t occupant = load_l2(&missing.table[index]);
-    if (occupant == 0) occupant = atomicCAS(&missing.table[index], 0u, mine);
+    if (occupant == 0) occupant = atomicCAS(&missing.table[index], 0u, claim);
     int64_t other = static_cast<int64_t>(occupant) - 1;
     if (occupant != 0 && !same_id<false>(tables, table, batch, other, id)) continue;
     while (occupant != 0 && context.given(position) > context.given(other)) {
-      const uint32_t seen = atomicCAS(&missing.table[index], occupant, mine);
+      const uint32_t seen = atomicCAS(&missing.table[index], occupant, claim);
       if (seen == occupant) break;
       occupant = seen;
       other = static_cast<int64_t>(occupant) - 1;

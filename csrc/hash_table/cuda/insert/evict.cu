@@ -1,8 +1,8 @@
 // The part of an insertion on the GPU that evicts: ids whose buckets are full take the slots of the
 // entries of lowest rank. A tile of lanes searches for a victim; in packed tables, a thread
 // (claim_oldest.cuh).
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/claim_oldest.cuh"
@@ -35,8 +35,9 @@ __device__ __forceinline__ int64_t reserve_evicted(const EvictedEntries& evicted
 // Copies the row of each returned entry: that of the evicted entry, or the given row of a refused
 // id.
 template <bool kOneTable>
-__device__ __forceinline__ void copy_evicted_rows(const TableView* mine, const Placement& placement,
-                                                  int64_t position, int64_t slot, int64_t number) {
+__device__ __forceinline__ void copy_evicted_rows(const TableView* lane_table,
+                                                  const Placement& placement, int64_t position,
+                                                  int64_t slot, int64_t number) {
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
   const int tile = threadIdx.x % kWarp / kTile;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void copy_evicted_rows(const TableView* mine, const P
     const int64_t source_number = __shfl_sync(kAllLanes, number, source);
     const int64_t source_slot = __shfl_sync(kAllLanes, slot, source);
     const int64_t source_position = __shfl_sync(kAllLanes, position, source);
-    const TableView* table = table_of_lane<kOneTable>(mine, source);
+    const TableView* table = table_of_lane<kOneTable>(lane_table, source);
     if (tile < __popc(remaining)) {
       const bool refused = source_slot == kNoSlot;
       copy_to_matrix<kTile>(
@@ -150,30 +151,31 @@ __device__ __forceinline__ void claim_oldest(SlotRequest* requests, int busy,
   prefetch_ranks<true, kOneTable>(requests, tile + kTiles, busy, lane);
 #pragma unroll 1
   for (int at = tile; at - tile < busy; at += kTiles) {
-    SlotRequest& mine = requests[min(at, busy - 1)];
+    SlotRequest& request = requests[min(at, busy - 1)];
     bool working = at < busy;
     prefetch_ranks<true, kOneTable>(requests, at + 2 * kTiles, busy, lane);
     for (;;) {
       uint32_t position = 0;
       const uint32_t lowest_step = steps.lowest(lane, &position);
       if (at - tile + kTiles < busy) steps = steps_of(at + kTiles);
-      bool lost = false;
+      bool claim_failed = false;
       if (working && lane == 0) {
-        mine.claim = SlotClaim{kAllPinned, kNoSlot, 0};
+        request.claim = SlotClaim{kAllPinned, kNoSlot, 0};
         if (lowest_step < pinned_from) {
-          const int64_t bucket = position < kBucketDigests ? mine.choice.first : mine.choice.second;
+          const int64_t bucket =
+              position < kBucketDigests ? request.choice.first : request.choice.second;
           const int64_t slot = bucket * kBucketDigests + position % kBucketDigests;
-          const TableView& table = stored_table<kOneTable>(mine.table);
-          lost = atomicCAS(&table.last_steps[slot], lowest_step, now) != lowest_step;
-          if (!lost) {
-            store_l2(&table.digests[slot], mine.choice.digest);
-            mine.claim = SlotClaim{kReplaced, slot, lowest_step};
+          const TableView& table = stored_table<kOneTable>(request.table);
+          claim_failed = atomicCAS(&table.last_steps[slot], lowest_step, now) != lowest_step;
+          if (!claim_failed) {
+            store_l2(&table.digests[slot], request.choice.digest);
+            request.claim = SlotClaim{kReplaced, slot, lowest_step};
           }
         }
       }
-      const unsigned losers = __ballot_sync(kAllLanes, lost);
-      if (losers == 0) break;
-      working = (losers & lanes) != 0;
+      const unsigned failed_lanes = __ballot_sync(kAllLanes, claim_failed);
+      if (failed_lanes == 0) break;
+      working = (failed_lanes & lanes) != 0;
       steps = steps_of(at);
     }
   }
@@ -190,20 +192,20 @@ __device__ __forceinline__ void claim_lowest(SlotRequest* requests, int busy,
   prefetch_ranks<false, kOneTable>(requests, tile, busy, lane);
 #pragma unroll 1
   for (int at = tile; at - tile < busy; at += kTiles) {
-    SlotRequest& mine = requests[min(at, busy - 1)];
-    const TableView& table = stored_table<kOneTable>(mine.table);
+    SlotRequest& request = requests[min(at, busy - 1)];
+    const TableView& table = stored_table<kOneTable>(request.table);
     bool working = at < busy;
     prefetch_ranks<false, kOneTable>(requests, at + kTiles, busy, lane);
     for (;;) {
       const Victim victim =
-          victim_of_tile(lowest_of_lane(table, mine.choice, context.pinned_from(), lane), table,
-                         mine.choice, kAllLanes);
-      const bool lost =
-          working && lane == 0 &&
-          !claim_victim(table, mine.choice, mine.score, context, refuse_lower, victim, &mine.claim);
-      const unsigned losers = __ballot_sync(kAllLanes, lost);
-      if (losers == 0) break;
-      working = (losers & lanes) != 0;
+          victim_of_tile(lowest_of_lane(table, request.choice, context.pinned_from(), lane), table,
+                         request.choice, kAllLanes);
+      const bool claim_failed = working && lane == 0 &&
+                                !claim_victim(table, request.choice, request.score, context,
+                                              refuse_lower, victim, &request.claim);
+      const unsigned failed_lanes = __ballot_sync(kAllLanes, claim_failed);
+      if (failed_lanes == 0) break;
+      working = (failed_lanes & lanes) != 0;
     }
   }
 }
@@ -242,10 +244,10 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       const bool is_returning = listed && was == kReturningToFull;
       const bool chosen = is_returning || (listed && was == kChosenFromFull);
       if (!second) listed = chosen;  // insert_kernel has placed the others
-      const TableView* mine = kOneTable ? &only : tables;
-      if (!kOneTable && listed) mine = &table_at(tables, batch, position);
-      const TableView& table = kOneTable ? only : *mine;
-      misses.add(mine, listed && !chosen);
+      const TableView* lane_table = kOneTable ? &only : tables;
+      if (!kOneTable && listed) lane_table = &table_at(tables, batch, position);
+      const TableView& table = kOneTable ? only : *lane_table;
+      misses.add(lane_table, listed && !chosen);
       bool busy = chosen || (listed && is_missing(was));
       int64_t id = 0;
       BucketChoice choice{};
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
         const int num_requests = __popc(lanes);
         SlotRequest& request = requests[__popc(lanes & ((1u << warp_lane) - 1))];
         if (busy) {
-          request.table = mine;
+          request.table = lane_table;
           request.score = score;
           request.choice = choice;
         }
@@ -299,11 +301,11 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       } else if (remembers) {
         evicted_id = table.ids[claim.slot];
       }
-      inserted.add(mine, placed);
-      evicted.add(mine, placed);
-      refused.add(mine, busy && !placed);
-      if (missing.counts_returning) count_warp(mine, kReturned, placed && is_returning);
-      count_warp(mine, kCrowded, busy && claim.outcome == kAllPinned);
+      inserted.add(lane_table, placed);
+      evicted.add(lane_table, placed);
+      refused.add(lane_table, busy && !placed);
+      if (missing.counts_returning) count_warp(lane_table, kReturned, placed && is_returning);
+      count_warp(lane_table, kCrowded, busy && claim.outcome == kAllPinned);
       if (kReturnEvicted) {
         int64_t evicted_at = reserve_evicted(placement.evicted_entries, busy);
         if (busy) {
@@ -312,11 +314,12 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
                                                                 : table.ids[claim.slot];
           placement.evicted_entries.scores[evicted_at] = placed ? claim.replaced_score : score;
           if (!kOneTable)
-            placement.evicted_entries.tables[evicted_at] = static_cast<int32_t>(mine - tables);
+            placement.evicted_entries.tables[evicted_at] =
+                static_cast<int32_t>(lane_table - tables);
         } else {
           evicted_at = -1;
         }
-        copy_evicted_rows<kOneTable>(mine, placement, position, claim.slot, evicted_at);
+        copy_evicted_rows<kOneTable>(lane_table, placement, position, claim.slot, evicted_at);
       }
       if (placed) {
         slots[position] = table.first_slot + claim.slot;
@@ -336,7 +339,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
       } else if (busy) {
         slots[position] = kNoSlot;
       }
-      write_rows_of_warp<kRows, kOneTable>(of_warp.rows, mine, placed, id, claim.slot);
+      write_rows_of_warp<kRows, kOneTable>(of_warp.rows, lane_table, placed, id, claim.slot);
     }
   }
   misses.finish(only);
@@ -348,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, kEvictBlocks)
 using EvictKernel = void (*)(const TableView, const TableView*, const Batch, const CallContext,
                              const Placement, int64_t*, bool*, const MissingLists, bool);
 
-// Leavers are returned only if rows are assigned, and then no rows are initialised.
+// Evicted entries are returned only if rows are assigned, and then no rows are initialised.
 template <bool kOneTable, bool kPacked>
 EvictKernel choose_evict_kernel(const Placement& placement) {
   if (placement.evicted_entries.number != nullptr) {
@@ -378,9 +381,9 @@ void evict_for_missing(const TableView* tables, const TableView* only, const Bat
                        bool* writer, const MissingLists& missing, bool deduplicated,
                        cudaStream_t stream) {
   const EvictKernel evict = choose_evict_kernel(only, placement);
-  launch_chained(evict, min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
-                 only != nullptr ? *only : TableView{}, tables, batch, context, placement, slots,
-                 writer, missing, deduplicated);
+  launch_dependent(evict, min(grid_for(batch.num_ids), resident_blocks(evict)), kThreads, stream,
+                   only != nullptr ? *only : TableView{}, tables, batch, context, placement, slots,
+                   writer, missing, deduplicated);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -11,11 +11,11 @@
 //   4. The other positions of an id take the slot of the position that they refer to. Positions of
 //      ids that are not admitted get no slot.
 //   5. In tables with frames, rows move into frames (cuda/hbm_cache/frames.cu).
-// Most kernels start before the previous one ends (common/chain.cuh).
+// Most kernels start before the previous one ends (common/dependent_launch.cuh).
 // In tables that remember evicted ids, step 2 checks which ids return, and the kernel that places
-// them counts them; in deterministic mode, returned.cu counts them.
-#include "common/chain.cuh"
+// them counts them; in deterministic mode, count_returned.cu counts them.
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/admission_kernels.h"
 #include "hash_table/aging.h"
 #include "hash_table/cuda/bucket.cuh"
@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
     const int64_t position = absent ? missing.listed(false, even_share.at()) : 0;
     const int64_t was = absent ? slots[position] : 0;
     const bool missed = absent && is_missing(was);
-    const TableView* mine = kOneTable ? &only : tables;
-    if (!kOneTable && absent) mine = &table_at(tables, batch, position);
-    const TableView& table = kOneTable ? only : *mine;
-    if (!kOneTable) count_warp(mine, kMisses, absent);
+    const TableView* lane_table = kOneTable ? &only : tables;
+    if (!kOneTable && absent) lane_table = &table_at(tables, batch, position);
+    const TableView& table = kOneTable ? only : *lane_table;
+    if (!kOneTable) count_warp(lane_table, kMisses, absent);
     bool busy = missed;  // the thread has an id to place
     int64_t id = 0, slot = kNoSlot;
     uint16_t mark = 1, seen = 0;  // the mark of the id if it returns, and the stored mark
@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kThreads, kInsertBlocks)
       slots[position] = seen == mark ? kReturningToFull : kChosenFromFull;
     }
     if (full && load_l2(missing.any_chosen) == 0) *missing.any_chosen = 1;
-    inserted.add(mine, placed);
-    if (missing.counts_returning) count_warp(mine, kReturned, placed && seen == mark);
-    write_rows_of_warp<kRows, kOneTable>(rows, mine, placed, id, slot);
+    inserted.add(lane_table, placed);
+    if (missing.counts_returning) count_warp(lane_table, kReturned, placed && seen == mark);
+    write_rows_of_warp<kRows, kOneTable>(rows, lane_table, placed, id, slot);
   }
   inserted.finish(only);
 }
@@ -236,7 +236,7 @@ bool stores_placed(const Placement& placement) {
   return placement.moving.any() || (placement.remembers && placement.ordered);
 }
 
-// The ids that miniatures see are listed in Missing::table, when that is no longer needed.
+// The ids that miniatures see are listed in MissingLists::table, when that is no longer needed.
 MissingLists missing_lists_of(int64_t num_ids, const Placement& placement, char* memory) {
   return missing_layout(num_ids, placement.simulates ? num_ids * sizeof(SampleEntry) : 0, memory);
 }
@@ -262,7 +262,7 @@ struct ScratchLayout {
     }
     moves = placed + (stores_placed(placement) ? aligned(num_ids * sizeof(bool)) : 0);
     numbers = moves + aligned(frames_scratch(num_ids, placement.moving));
-    bytes = numbers + (placement.simulates ? sample_number_bytes(kMostTables) : 0);
+    bytes = numbers + (placement.simulates ? sample_number_bytes(kMaxTables) : 0);
   }
 };
 
@@ -296,7 +296,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   }
   const SampleLists sampled{reinterpret_cast<SampleEntry*>(missing.table),
                             reinterpret_cast<uint32_t*>(memory + layout.numbers),
-                            min(aging.num_tables, kMostTables)};
+                            min(aging.num_tables, kMaxTables)};
   begin_kernel<<<1, kThreads, 0, stream>>>(
       clock, tick, missing, tables, batch, !placement.ordered,
       aging.ages_counts ? aging.num_tables : 0, sampled.numbers,
@@ -331,15 +331,15 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
   } else {
     if (by_score) choose_by_score(tables, batch, context, slots, missing, stream);
     const InsertKernel insert = choose_insert_kernel(placement.rows, only);
-    launch_chained(insert, min(grid, resident_blocks(insert)), kThreads, stream,
-                   only != nullptr ? *only : TableView{}, tables, batch, context, slots, writer,
-                   missing, by_score);
+    launch_dependent(insert, min(grid, resident_blocks(insert)), kThreads, stream,
+                     only != nullptr ? *only : TableView{}, tables, batch, context, slots, writer,
+                     missing, by_score);
     evict_for_missing(tables, only, batch, context, placement, slots, writer, missing, by_score,
                       stream);
   }
   const auto resolve = placement.simulates ? resolve_kernel<true> : resolve_kernel<false>;
-  launch_chained(resolve, min(grid, resident_blocks(resolve)), kThreads, stream, tables, batch,
-                 context, rest, slots, missing, sampled);
+  launch_dependent(resolve, min(grid, resident_blocks(resolve)), kThreads, stream, tables, batch,
+                   context, rest, slots, missing, sampled);
   if (placement.ordered && placement.evicted_entries.number != nullptr) {
     write_evicted_in_order(tables, batch, context, placement, slots, order, stream);
   }

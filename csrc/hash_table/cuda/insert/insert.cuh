@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/missing_lists.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
@@ -114,8 +114,8 @@ void evict_for_missing(const TableView* tables, const TableView* only, const Bat
                        cudaStream_t stream);
 
 // Counts placed ids that their tables remember as evicted, if the result must be deterministic.
-// Called before the ids that the call evicts are remembered (in returned.cu). placed: [positions],
-// aligned to 8 bytes and readable up to a multiple of 8 bytes.
+// Called before the ids that the call evicts are remembered (in count_returned.cu). placed:
+// [positions], aligned to 8 bytes and readable up to a multiple of 8 bytes.
 void count_returned(const TableView* tables, const Batch& batch, const CallContext& context,
                     const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                     cudaStream_t stream);

@@ -10,7 +10,7 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int kMostTables = 4096;    // of a group; further tables keep their initial c
+constexpr int kMaxTables = 4096;     // of a group; further tables keep their initial c
 constexpr int kSampleRounds = 4;     // positions of a thread in a part
 constexpr int kAggregatedIds = 512;  // different ids of a part that a block can aggregate
 constexpr int kAggregateProbes = 4;
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t saturated_sum(unsigned lanes, uint32_t given
 // An entry of a list: an id and the number of positions of a part that have it.
 struct SampleEntry {
   static constexpr int kWhereBits = 22;
-  static_assert(kMostTables * kMostMiniatureSets <= 1 << kWhereBits);
+  static_assert(kMaxTables * kMaxMiniatureSets <= 1 << kWhereBits);
   static_assert(kSampleRounds * kThreads <= 1 << (32 - kWhereBits));
 
   uint32_t where_and_positions;  // number of positions - 1 in the highest bits
@@ -84,8 +84,7 @@ struct SampleLists {
 
 // Bytes of SampleLists::numbers.
 inline size_t sample_number_bytes(int32_t num_tables) {
-  return static_cast<size_t>(num_tables < kMostTables ? num_tables : kMostTables) *
-         sizeof(uint32_t);
+  return static_cast<size_t>(num_tables < kMaxTables ? num_tables : kMaxTables) * sizeof(uint32_t);
 }
 
 // The ids of a part, joined by table, set and tag, in shared memory. Each is listed once.
@@ -120,7 +119,7 @@ struct SampleAggregator {
 // Appends an id to the list of its table.
 __device__ __forceinline__ void append(const SampleAggregator& aggregator, const Batch& batch,
                                        const SampleEntry& id, const SampleLists& lists) {
-  const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
+  const auto table = static_cast<int32_t>(id.where() / kMaxMiniatureSets);
   const int64_t begin = table < kCachedTables ? aggregator.begins[table] : begin_of(batch, table);
   const int64_t to = begin + atomicAdd(&lists.numbers[table], 1u);
   if (to < batch.num_ids) lists.ids[to] = id;  // true if offsets are valid
@@ -134,7 +133,7 @@ __device__ __forceinline__ void list_sampled(SampleAggregator& aggregator, const
   // The sampled part of a feature's ids, of 2^32.
   const auto sampled_fraction = [&](int32_t feature) -> uint64_t {
     const int32_t t = batch.feature_tables[feature];
-    if (t >= kMostTables || !miniatures_enabled(tables[t])) return 0;
+    if (t >= kMaxTables || !miniatures_enabled(tables[t])) return 0;
     return tables[t].miniatures.sampled;
   };
   bool any_sampled = false;  // whether any table's miniatures see the ids

@@ -4,8 +4,8 @@
 // each warp processes them; equal ids among 32 count at once. The order of a list is arbitrary and
 // does not matter.
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/miniature_lists.cuh"
 #include "hash_table/cuda/insert/miniatures.cuh"
@@ -34,7 +34,7 @@ struct EvictionCandidate {
 // A set of one miniature during a call, in a warp. A lane has the entries e * kWarp + lane.
 struct MiniatureSet {
   uint32_t tags[kEntries], counts[kEntries], last_steps[kEntries];
-  bool fresh[kEntries];            // came in this call
+  bool inserted[kEntries];         // came in this call
   uint32_t hits = 0, evicted = 0;  // of the lane's entries
   uint32_t ways;
   uint32_t now;
@@ -51,7 +51,7 @@ struct MiniatureSet {
       tags[e] = tag;
       counts[e] = given;
       last_steps[e] = now;
-      fresh[e] = true;
+      inserted[e] = true;
     }
   }
 
@@ -88,18 +88,18 @@ struct MiniatureSet {
 
   // The entry with the highest tag of those that this call inserted, if that is above `tag`; else
   // -1.
-  __device__ __forceinline__ int32_t fresh_with_higher_tag(uint32_t tag) const {
+  __device__ __forceinline__ int32_t inserted_with_higher_tag(uint32_t tag) const {
     uint32_t highest = 0;
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
-      if (is_one(e) && fresh[e]) highest = max(highest, tags[e]);
+      if (is_one(e) && inserted[e]) highest = max(highest, tags[e]);
     }
     highest = __reduce_max_sync(kAllLanes, highest);
     if (highest <= tag) return -1;
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
       const unsigned matches =
-          __ballot_sync(kAllLanes, is_one(e) && fresh[e] && tags[e] == highest);
+          __ballot_sync(kAllLanes, is_one(e) && inserted[e] && tags[e] == highest);
       if (matches != 0) return e * kWarp + __ffs(static_cast<int>(matches)) - 1;
     }
     return -1;
@@ -114,7 +114,7 @@ struct MiniatureSet {
     for (int e = 0; e < kEntries; ++e) {
       if (!is_one(e) || tags[e] != tag) continue;
       is_match = true;
-      if (fresh[e] != is_new) continue;
+      if (inserted[e] != is_new) continue;
       hits += is_new ? 0 : positions;
       const uint64_t sum = static_cast<uint64_t>(counts[e]) + given;
       counts[e] = sum > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(sum);
@@ -131,7 +131,7 @@ struct MiniatureSet {
       if (entry >= 0) {
         evicted += threadIdx.x % kWarp == 0 ? 1 : 0;
       } else {
-        entry = fresh_with_higher_tag(tag);
+        entry = inserted_with_higher_tag(tag);
       }
     }
     if (entry >= 0) put(entry, tag, given);
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kSimulators)
     set.tags[e] = memory[e * kWarp + lane];
     set.counts[e] = memory[kMiniatureWays + e * kWarp + lane];
     set.last_steps[e] = memory[2 * kMiniatureWays + e * kWarp + lane];
-    set.fresh[e] = false;
+    set.inserted[e] = false;
   }
-  const uint32_t where = static_cast<uint32_t>(t) * kMostMiniatureSets + blockIdx.x;
+  const uint32_t where = static_cast<uint32_t>(t) * kMaxMiniatureSets + blockIdx.x;
   // Called by all threads of the block.
   const auto list_found = [&](uint32_t from) {
     __syncthreads();
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(kSimulators)
 
 void simulate(const TableView* tables, const Batch& batch, const CallContext& context,
               const SampleLists& lists, cudaStream_t stream) {
-  const dim3 grid(kMostMiniatureSets, static_cast<unsigned>(lists.num_tables));
-  launch_chained(simulate_kernel, {grid, kSimulators}, stream, tables, batch, context, lists);
+  const dim3 grid(kMaxMiniatureSets, static_cast<unsigned>(lists.num_tables));
+  launch_dependent(simulate_kernel, {grid, kSimulators}, stream, tables, batch, context, lists);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

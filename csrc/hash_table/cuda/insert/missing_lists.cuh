@@ -64,8 +64,8 @@ struct MissingLists {
   }
 };
 
-// least_bytes: least size of `table`, whose memory is reused after the search.
-inline MissingLists missing_layout(int64_t n, size_t least_bytes, char* base) {
+// min_bytes: least size of `table`, whose memory is reused after the search.
+inline MissingLists missing_layout(int64_t n, size_t min_bytes, char* base) {
   constexpr size_t kFlagBytes = 128;  // a cache line of their own
   // Load factor at most 0.69 even if all ids are new: 5.8 to 11.6 bytes an id.
   uint32_t size = 1024;
@@ -78,7 +78,7 @@ inline MissingLists missing_layout(int64_t n, size_t least_bytes, char* base) {
   missing.samples_ids = missing.number + 4;
   missing.table = reinterpret_cast<uint32_t*>(base + kFlagBytes);
   missing.mask = size - 1;
-  const size_t words = std::max<size_t>(size, least_bytes / sizeof(uint32_t));
+  const size_t words = std::max<size_t>(size, min_bytes / sizeof(uint32_t));
   missing.positions = missing.table + words;
   missing.last_position = missing.positions + n - 1;
   missing.bytes = kFlagBytes + (words + n) * sizeof(uint32_t);

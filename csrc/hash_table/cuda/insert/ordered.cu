@@ -26,15 +26,15 @@ __device__ __forceinline__ uint32_t first_position_entry(const MissingLists& mis
                                                          const TableView* tables,
                                                          const TableView& table, const Batch& batch,
                                                          int64_t position, int64_t id) {
-  const auto mine = static_cast<uint32_t>(position + 1);
+  const auto claim = static_cast<uint32_t>(position + 1);
   for (uint32_t at = scratch_hash(table, id);; ++at) {
     const uint32_t index = at & missing.mask;
     // Reading first avoids thousands of compare-and-swaps at the address of a hot new id.
     uint32_t occupant = load_l2(&missing.table[index]);
-    if (occupant == 0) occupant = atomicCAS(&missing.table[index], 0u, mine);
+    if (occupant == 0) occupant = atomicCAS(&missing.table[index], 0u, claim);
     if (occupant == 0) return index;
     if (!same_id<false>(tables, table, batch, static_cast<int64_t>(occupant) - 1, id)) continue;
-    if (mine < occupant) atomicMin(&missing.table[index], mine);
+    if (claim < occupant) atomicMin(&missing.table[index], claim);
     return index;
   }
 }
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t was = position < batch.num_ids ? slots[position] : 0;
     const bool missed = is_missing(was);
     const bool absent = missed || was == kNotAdmitted;
-    const TableView* const mine = absent ? &table_at(tables, batch, position) : tables;
-    count_warp(mine, kMisses, absent);
+    const TableView* const table = absent ? &table_at(tables, batch, position) : tables;
+    count_warp(table, kMisses, absent);
     if (missed) {
       slots[position] = encode_reference(
-          first_position_entry(missing, tables, *mine, batch, position, batch.ids[position]));
+          first_position_entry(missing, tables, *table, batch, position, batch.ids[position]));
     }
   }
 }
@@ -143,10 +143,10 @@ __global__ void __launch_bounds__(kThreads)
   if (*missing.number == 0) return;
   const uint32_t number = *order.number;
   for (uint32_t begin = blockIdx.x * kThreads; begin < number; begin += gridDim.x * kThreads) {
-    const uint32_t mine = begin + threadIdx.x;
-    const bool listed = mine < number;
-    const int64_t position = listed ? order.positions[mine] : 0;
-    const int outcome = listed ? order.outcomes[mine] : kPlaced;
+    const uint32_t index = begin + threadIdx.x;
+    const bool listed = index < number;
+    const int64_t position = listed ? order.positions[index] : 0;
+    const int outcome = listed ? order.outcomes[index] : kPlaced;
     const TableView* const table = listed ? &table_at(tables, batch, position) : tables;
     const bool placed = listed && (outcome == kPlaced || outcome == kReplaced);
     int64_t id = 0, slot = kNoSlot;

@@ -23,19 +23,19 @@ struct SlotClaim {
 };
 
 // The first read may use L1, because two vectors share a sector.
-__device__ __forceinline__ uint4 load_digests(const void* from, bool again) {
-  if (!again) return load_vector_cached(from);
+__device__ __forceinline__ uint4 load_digests(const void* from, bool from_l2) {
+  if (!from_l2) return load_vector_cached(from);
   return load_vector_l2(from);
 }
 
 // Bit p: slot p of the bucket is free.
 __device__ __forceinline__ uint64_t free_slots(const TableView& table, uint32_t bucket,
-                                               bool again) {
+                                               bool from_l2) {
   const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, bucket));
   uint64_t free = 0;
 #pragma unroll 4
   for (int v = 0; v < kLineVectors; ++v) {
-    free |= static_cast<uint64_t>(match_vector(load_digests(line + v, again), kEmptyDigest))
+    free |= static_cast<uint64_t>(match_vector(load_digests(line + v, from_l2), kEmptyDigest))
             << (v * kVectorDigests);
   }
   return free;
@@ -79,20 +79,20 @@ template <bool kPacked>
 __device__ __forceinline__ int64_t claim_free_slot(const TableView& table,
                                                    const BucketChoice& choice, int64_t id,
                                                    uint32_t now) {
-  for (bool again = false;; again = true) {
+  for (bool from_l2 = false;; from_l2 = true) {
     uint32_t bucket = choice.first;
-    uint64_t free = free_slots(table, choice.first, again);
+    uint64_t free = free_slots(table, choice.first, from_l2);
     const int number_first = __popcll(free);
     // If the first bucket has enough room, the second is not read.
     if (!prefers_first(table.bucket_slots, number_first, kBucketDigests)) {
-      const uint64_t free_second = free_slots(table, choice.second, again);
+      const uint64_t free_second = free_slots(table, choice.second, from_l2);
       if (!prefers_first(table.bucket_slots, number_first, __popcll(free_second))) {
         bucket = choice.second;
         free = free_second;
       }
     }
     // Data from L1 may be stale. Only reads from L2 decide that both buckets are full.
-    if (free == 0 && again) return kNoSlot;
+    if (free == 0 && from_l2) return kNoSlot;
     if (free == 0) continue;
     const int64_t slot = claim_free(table, bucket, free, choice.digest);
     if (slot == kNoSlot) continue;
@@ -118,11 +118,11 @@ __device__ __forceinline__ FoundOrClaimed find_or_claim_first(const TableView& t
   const uint4* line = reinterpret_cast<const uint4*>(digest_line(table, choice.first));
   const int64_t first = static_cast<int64_t>(choice.first) * table.bucket_slots;
   prefetch_l2(line, kBucketDigests * sizeof(uint16_t));  // its second half is read after the first
-  for (bool again = false;; again = true) {
+  for (bool from_l2 = false;; from_l2 = true) {
     uint64_t free = 0, same = 0;
 #pragma unroll 4
     for (int v = 0; v < kLineVectors; ++v) {
-      const uint4 digests = load_digests(line + v, again);
+      const uint4 digests = load_digests(line + v, from_l2);
       free |= static_cast<uint64_t>(match_vector(digests, kEmptyDigest)) << (v * kVectorDigests);
       same |= static_cast<uint64_t>(match_vector(digests, choice.digest)) << (v * kVectorDigests);
     }
@@ -141,7 +141,7 @@ __device__ __forceinline__ FoundOrClaimed find_or_claim_first(const TableView& t
       __nanosleep(32);  // lets another lane of this warp run, which may be the writer
       continue;
     }
-    if (free == 0 && again) return FoundOrClaimed{kNoSlot, false};
+    if (free == 0 && from_l2) return FoundOrClaimed{kNoSlot, false};
     if (free == 0) continue;
     const int64_t slot = claim_free(table, choice.first, free, choice.digest);
     if (slot != kNoSlot) {
@@ -189,11 +189,11 @@ __device__ __forceinline__ void limit_counts(const TableView& table, ulonglong2 
   uint64_t any = 0;
 #pragma unroll
   for (const ulonglong2& two : scores) any |= two.x | two.y;
-  if (any <= kMostCounts || table.eviction != Eviction::kLfu) return;
+  if (any <= kMaxCounts || table.eviction != Eviction::kLfu) return;
 #pragma unroll
   for (ulonglong2& two : scores) {
-    two.x = two.x > kMostCounts ? kMostCounts : two.x;
-    two.y = two.y > kMostCounts ? kMostCounts : two.y;
+    two.x = two.x > kMaxCounts ? kMaxCounts : two.x;
+    two.y = two.y > kMaxCounts ? kMaxCounts : two.y;
   }
 }
 

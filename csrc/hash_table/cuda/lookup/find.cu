@@ -6,8 +6,8 @@
 //
 // Lines are read through L1, which serves hot ids: thousands of requests to one sector of L2 would
 // be serialised.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/lane_feature.cuh"
@@ -316,7 +316,7 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
   const unsigned grid = grid_for(batch.num_ids);
   const auto launch = [&](auto kernel, auto... arguments) {
     if (kTouch) {
-      launch_chained(kernel, grid, kThreads, stream, arguments...);
+      launch_dependent(kernel, grid, kThreads, stream, arguments...);
     } else {
       kernel<<<grid, kThreads, 0, stream>>>(arguments...);
       HKV_CUDA_CHECK_LAUNCH();

@@ -3,8 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/hbm_cache/frames.cuh"
 #include "hash_table/cuda/insert/missing_lists.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_words(char* to, const char* from, int32_t b
   for (int32_t begin = 0; begin < all; begin += kAtOnce * kWarp) {
     // Reads all before the first write. Otherwise each read would wait for the previous write,
     // because the compiler can't know that rows do not overlap.
-    Word held[kAtOnce];
+    Word loaded[kAtOnce];
     char* word_to[kAtOnce] = {};
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -42,12 +42,12 @@ __device__ __forceinline__ void copy_words(char* to, const char* from, int32_t b
       const auto* row_from = reinterpret_cast<const char*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from), row));
       if (i >= all || row_to == nullptr || row_from == nullptr) continue;
-      held[k] = *reinterpret_cast<const Word*>(in_global(row_from) + at);
+      loaded[k] = *reinterpret_cast<const Word*>(in_global(row_from) + at);
       word_to[k] = row_to + at;
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (word_to[k] != nullptr) *reinterpret_cast<Word*>(in_global(word_to[k])) = held[k];
+      if (word_to[k] != nullptr) *reinterpret_cast<Word*>(in_global(word_to[k])) = loaded[k];
     }
   }
 }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, 
   }
 }
 
-constexpr int kMostColumns = 2048;  // columns of a row; runtime/table_config.cpp refuses more
+constexpr int kMaxColumns = 2048;  // columns of a row; runtime/table_config.cpp refuses more
 
 // A warp takes 32 neighbouring positions. Rows for one slot are summed before they are added to
 // memory: for the slot with the most positions in a warp over the whole block, for others over a
@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(kThreads)
     add_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                int32_t num_tables, const int64_t* __restrict__ slots, int64_t n,
                const RowMatrix rows) {
-  constexpr int kFewest = 8;            // least positions of a warp for a sum over the block
-  __shared__ float sums[kMostColumns];  // of the block's hot slot
+  constexpr int kMin = 8;              // least positions of a warp for a sum over the block
+  __shared__ float sums[kMaxColumns];  // of the block's hot slot
   __shared__ int64_t slots_of_block[kThreads];
   __shared__ uint32_t most;  // most positions of one slot in a warp, and their first thread
   const int lane = threadIdx.x % kWarp;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   slots_of_block[threadIdx.x] = slot;
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  if (leads && __popc(peers) >= kFewest) atomicMax(&most, __popc(peers) * kThreads + threadIdx.x);
+  if (leads && __popc(peers) >= kMin) atomicMax(&most, __popc(peers) * kThreads + threadIdx.x);
   __syncthreads();
   const bool any_hot = most != 0;
   const int64_t hot_slot = any_hot ? slots_of_block[most % kThreads] : kNoSlot;
@@ -297,8 +297,8 @@ void gather_single_table(const TableView& table, const RowStore& store, const in
   const auto kernel = table.initial_rows.distribution == Distribution::kUniform
                           ? gather_kernel<Distribution::kUniform>
                           : gather_kernel<Distribution::kNormal>;
-  launch_chained(kernel, grid_for(warps * kWarp), kThreads, stream, table, store, ids, slots, n,
-                 rows, found);
+  launch_dependent(kernel, grid_for(warps * kWarp), kThreads, stream, table, store, ids, slots, n,
+                   rows, found);
 }
 
 }  // namespace
@@ -334,8 +334,8 @@ void write_rows(const TableView* tables, const TableView* only, int32_t num_tabl
     assign_group_kernel<<<grid_for(n * kRowLanes), kThreads, 0, stream>>>(tables, num_tables, slots,
                                                                           n, rows, writer, claims);
   } else {
-    launch_chained(assign_kernel, grid_for(warps * kWarp), kThreads, stream, *only, slots,
-                   static_cast<const char*>(rows.data), n, writer, claims);
+    launch_dependent(assign_kernel, grid_for(warps * kWarp), kThreads, stream, *only, slots,
+                     static_cast<const char*>(rows.data), n, writer, claims);
     return;
   }
   HKV_CUDA_CHECK_LAUNCH();

@@ -11,9 +11,9 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kRowLanes = 8;            // lanes that copy one entry
-constexpr int64_t kMostTables = 65535;  // limit of the grid's second dimension
-constexpr int64_t kMostBlocks = 4096;   // blocks that search a table
+constexpr int kRowLanes = 8;           // lanes that copy one entry
+constexpr int64_t kMaxTables = 65535;  // limit of the grid's second dimension
+constexpr int64_t kMaxBlocks = 4096;   // blocks that search a table
 
 // kOneTable, here and below: the view is a parameter of the launch.
 template <bool kOneTable>
@@ -99,11 +99,11 @@ void erase_slots(const TableView* tables, const TableView* only, int32_t num_tab
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+void select_slots(const TableView* tables, int32_t num_tables, int64_t max_slots,
                   const Selection& selection, bool* chosen, cudaStream_t stream) {
-  if (most_slots == 0) return;
-  const dim3 grid(static_cast<unsigned>(min(int64_t{grid_for(most_slots)}, kMostBlocks)),
-                  static_cast<unsigned>(min(int64_t{num_tables}, kMostTables)));
+  if (max_slots == 0) return;
+  const dim3 grid(static_cast<unsigned>(min(int64_t{grid_for(max_slots)}, kMaxBlocks)),
+                  static_cast<unsigned>(min(int64_t{num_tables}, kMaxTables)));
   select_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, selection, chosen);
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -8,7 +8,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int64_t kMostTables = 65535;  // limit of the grid's second dimension
+constexpr int64_t kMaxTables = 65535;  // limit of the grid's second dimension
 
 // Blocks of one table have one blockIdx.y, so that a block counts with one atomic.
 __global__ void __launch_bounds__(kThreads)
@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void expire(const TableView* tables, const uint32_t* expire_after, int32_t num_tables, bool all,
-            uint32_t most_buckets, const CallContext& context, cudaStream_t stream) {
-  const int64_t items = static_cast<int64_t>(most_buckets) * kBucketDigests;
+            uint32_t max_buckets, const CallContext& context, cudaStream_t stream) {
+  const int64_t items = static_cast<int64_t>(max_buckets) * kBucketDigests;
   if (items == 0) return;
-  const dim3 grid(grid_for(items), static_cast<unsigned>(min(int64_t{num_tables}, kMostTables)));
+  const dim3 grid(grid_for(items), static_cast<unsigned>(min(int64_t{num_tables}, kMaxTables)));
   expire_kernel<<<grid, kThreads, 0, stream>>>(tables, expire_after, num_tables, all, context);
   HKV_CUDA_CHECK_LAUNCH();
 }

@@ -9,7 +9,7 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 // Warps of one launch; each processes items until there are no more.
-constexpr int64_t kMostWarps = int64_t{1} << 24;
+constexpr int64_t kMaxWarps = int64_t{1} << 24;
 
 // A warp processes first_item(), first_item() + item_stride(), ...
 __device__ __forceinline__ int64_t first_item() {
@@ -18,7 +18,7 @@ __device__ __forceinline__ int64_t first_item() {
 __device__ __forceinline__ int64_t item_stride() {
   return static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
 }
-unsigned grid_for_items(int64_t items) { return grid_for(min(items, kMostWarps) * kWarp); }
+unsigned grid_for_items(int64_t items) { return grid_for(min(items, kMaxWarps) * kWarp); }
 
 // Copies one vector by all lanes of a warp, in the widest pieces that its size allows.
 template <typename Word>
@@ -180,7 +180,7 @@ void split_buckets(const TableView& table, int64_t* misplaced, cudaStream_t stre
   std::vector<int64_t> slots(kMisplacedCapacity + 1);
   const auto list_between = [&](int64_t begin, int64_t end) {
     HKV_CUDA_CHECK(cudaMemsetAsync(misplaced, 0, sizeof(int64_t), stream));
-    list_misplaced_kernel<<<grid_for(min(end - begin, kMostWarps)), kThreads, 0, stream>>>(
+    list_misplaced_kernel<<<grid_for(min(end - begin, kMaxWarps)), kThreads, 0, stream>>>(
         doubled, begin, end, misplaced);
     HKV_CUDA_CHECK_LAUNCH();
     HKV_CUDA_CHECK(cudaMemcpyAsync(slots.data(), misplaced, slots.size() * sizeof(int64_t),
@@ -210,8 +210,8 @@ void split_buckets(const TableView& table, int64_t* misplaced, cudaStream_t stre
 
 void count_entries(const TableView& table, int64_t* number, cudaStream_t stream) {
   const int64_t vectors = static_cast<int64_t>(table.num_buckets) * kLineVectors;
-  constexpr int64_t kMostThreads = int64_t{1} << 20;
-  count_kernel<<<grid_for(min(vectors, kMostThreads)), kThreads, 0, stream>>>(table, number);
+  constexpr int64_t kMaxThreads = int64_t{1} << 20;
+  count_kernel<<<grid_for(min(vectors, kMaxThreads)), kThreads, 0, stream>>>(table, number);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

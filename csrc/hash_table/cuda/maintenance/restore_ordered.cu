@@ -7,6 +7,7 @@
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/cuda/insert/place.cuh"
 #include "hash_table/cuda/maintenance/restore.cuh"
 #include "hash_table/kernels.h"
 
@@ -58,11 +59,6 @@ __device__ __forceinline__ int64_t free_slot(const TableView& table, const Bucke
   return static_cast<int64_t>(first ? choice.first : choice.second) * table.bucket_slots +
          __ffsll(static_cast<long long>(free)) - 1;
 }
-
-struct Victim {
-  int64_t slot;  // kNoSlot: no victim
-  Rank rank;
-};
 
 // The slot of the lowest rank in two full buckets; the first of equal ones.
 __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice& choice) {

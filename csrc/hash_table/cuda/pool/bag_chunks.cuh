@@ -77,11 +77,11 @@ struct BagChunks : Tile<kLanes> {
     at = bag_begins = 0;
     ends = 0;
     slot = kNoSlot;
-    if (!left()) return;
+    if (!more()) return;
     at = bag_begins = static_cast<uint32_t>(batch.offsets[first]);
     load(batch, slots);
   }
-  __device__ __forceinline__ bool left() const { return bag < bags; }
+  __device__ __forceinline__ bool more() const { return bag < bags; }
   __device__ __forceinline__ void stop() { bag = bags; }
 
   // Reports bags with invalid offsets.
@@ -89,8 +89,8 @@ struct BagChunks : Tile<kLanes> {
   __device__ __forceinline__ BagChunk next(const Batch& batch, const int64_t* __restrict__ slots,
                                            bool mean) {
     BagChunk chunk;
-    const bool within = left() && remaining_in_bag > kLanes;  // a long bag
-    if (!Tile<kLanes>::any(left() && !within)) {
+    const bool within = more() && remaining_in_bag > kLanes;  // a long bag
+    if (!Tile<kLanes>::any(more() && !within)) {
       chunk = {at, within ? kLanes : 0, bag, 0, 0, kLanes + 1, slot, scale_of_bag, true};
       if (within) {
         remaining_in_bag -= kLanes;
@@ -101,7 +101,7 @@ struct BagChunks : Tile<kLanes> {
     }
     const int32_t is_valid = min(kLanes, bags - bag);
     int64_t starts = Tile<kLanes>::of_lane_before(ends);
-    if (lane() == 0 && left()) starts = bag == 0 ? batch.offsets[first] : bag_begins;
+    if (lane() == 0 && more()) starts = bag == 0 ? batch.offsets[first] : bag_begins;
     const bool is_bag = lane() < is_valid;
     const int64_t number = int64_t{first} + bag + lane();
     const bool bad = is_bag && is_bad_bag(batch, number, starts, ends);
@@ -126,7 +126,7 @@ struct BagChunks : Tile<kLanes> {
     const int32_t after = of_lane(static_cast<int32_t>(ends - at), done);
     remaining_in_bag = done < is_valid ? after : 0;
     if (kMean) scale_of_bag = of_lane(chunk.mean_scale, done);
-    if (left()) load(batch, slots);
+    if (more()) load(batch, slots);
     return chunk;
   }
 

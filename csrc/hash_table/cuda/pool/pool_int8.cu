@@ -2,7 +2,7 @@
 // chunk. Each lane looks up the address and the scale of one position's row. Then all lanes load
 // words of several rows, four columns each, which are in flight in registers: asynchronous copies
 // of four bytes would take several times as long in L1.
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_chunks.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
     for (int w = 0; w < kWords; ++w) zeros[w] = Row::zero();
 
     BagChunks<kLanes> chunks(batch, slots, range, first_column < dim);
-    while (tile.any(chunks.left())) {
+    while (tile.any(chunks.more())) {
       BagChunk chunk = chunks.template next<true>(batch, slots, pooling.mean);
       if (!chunk.good) {
         for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, zeros);

@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_chunks.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     const auto tags_of = [&](int number) { return (number * kGroup) & (kTags - 1); };
 
     BagChunks<kLanes> chunks(batch, slots, range, first_column < dim);
-    while (tile.any(chunks.left())) {
+    while (tile.any(chunks.more())) {
       BagChunk chunk = chunks.template next<kScaled>(batch, slots, pooling.mean);
       if (!chunk.good) {
         for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, Row::zero());

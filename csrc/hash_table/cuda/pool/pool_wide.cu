@@ -3,7 +3,7 @@
 // a time, through L1, which serves hot rows. Asynchronous copies (pool_tiles.cu) would pass L1 and
 // shared memory three times, which bounds batches with hot ids; rows of few columns need them to
 // have enough loads in flight.
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"

@@ -7,8 +7,8 @@
 // asynchronously, which needs no registers. Each lane copies the columns that it updates, so that
 // lanes do not wait for each other. Columns are processed in a loop.
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/async_copy.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
@@ -111,7 +111,8 @@ struct RowInRing {
 // update, or kAllRowClasses.
 template <int kWidth, bool kColumnStates, int kDepth, bool kInt8>
 __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
-    segment_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+    segment_kernel(const TableView* __restrict__ tables,
+                   const __grid_constant__ UpdateArguments update,
                    const __grid_constant__ UpdateScratch scratch, const __grid_constant__ Ring ring,
                    int row_class) {
   using Lanes = Tile<kLanes>;
@@ -254,7 +255,7 @@ __global__ void __launch_bounds__(kSegmentThreads, kColumnStates ? 8 : 12)
 
 }  // namespace
 
-void update_any_segments(const TableView* tables, const Update& update,
+void update_any_segments(const TableView* tables, const UpdateArguments& update,
                          const UpdateScratch& scratch, const GroupShape& shape, int32_t row_class,
                          cudaStream_t stream) {
   const int64_t n = update.batch.num_ids;
@@ -262,7 +263,7 @@ void update_any_segments(const TableView* tables, const Update& update,
   const int32_t columns =
       row_class == kAllRowClasses
           ? shape.widest
-          : min(shape.widest, most_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
+          : min(shape.widest, max_columns(static_cast<WidthClass>(row_class % kWidthClasses)));
   const auto launch = [&]<int kWidth>() {
     constexpr int kDepth = 2;
     const Ring ring = ring_of(columns, update.grad.type, states, kDepth);

@@ -3,7 +3,7 @@
 // segment with at most that many pieces. Segments with more pieces are summed by blocks, each of
 // which takes a group of columns: each warp sums a share, and the block that finishes the last
 // group updates the row.
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -51,10 +51,10 @@ __device__ __forceinline__ void sum_pieces(const float* from, uint32_t pieces, i
 template <int kWidth, bool kColumnStates, bool kInt8>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
     long_segments_kernel(const TableView* __restrict__ tables,
-                         const __grid_constant__ Update update,
+                         const __grid_constant__ UpdateArguments update,
                          const __grid_constant__ UpdateScratch scratch, UpdateHint* hint) {
-  constexpr int32_t kMostColumns = 4 * kWarp;  // of a group
-  __shared__ float partial_sums[kPieceWarps][kMostColumns];
+  constexpr int32_t kMaxColumns = 4 * kWarp;  // of a group
+  __shared__ float partial_sums[kPieceWarps][kMaxColumns];
   wait_for_kernel_before();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     hint->unique_ids = int64_t{8} * *scratch.unique >= 7 * update.batch.num_ids ? 1 : 0;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
   };
 
   // Narrow groups have more loads in flight for each column, wide ones need fewer rounds.
-  const int32_t of_group = longs.widest <= kMostColumns ? kWarp : kMostColumns;
+  const int32_t of_group = longs.widest <= kMaxColumns ? kWarp : kMaxColumns;
   const auto groups_of = [&](int32_t columns) {
     return static_cast<uint32_t>((columns + of_group - 1) / of_group);
   };
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
 
 }  // namespace
 
-void update_long_segments(const TableView* tables, const Update& update,
+void update_long_segments(const TableView* tables, const UpdateArguments& update,
                           const UpdateScratch& scratch, const GroupShape& shape, UpdateHint* hint,
                           cudaStream_t stream) {
   if (update.batch.num_ids <= kLongest) return;
@@ -165,7 +165,7 @@ void update_long_segments(const TableView* tables, const Update& update,
   const auto kernel =
       shape.int8_rows ? choose.template operator()<true>() : choose.template operator()<false>();
   const unsigned blocks = resident_grid(states ? 2 : 3, update.batch.num_ids * 4);
-  launch_chained(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
+  launch_dependent(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -6,8 +6,8 @@
 // segments that begin at its positions, so that no lane is idle if segments have several positions.
 // For rows of 9 to 32 columns, two or four lanes per row were up to 8 % slower than segments.cu in
 // some shapes.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_updater.cuh"
 #include "hash_table/cuda/update/segment_kernel.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kNarrowThreads = 128;  // of a block
 constexpr int kNarrowWarps = kNarrowThreads / kWarp;
-constexpr int kMostSpan = 4;  // units whose segments a warp lists at a time
+constexpr int kMaxSpan = 4;   // units whose segments a warp lists at a time
 constexpr int kInFlight = 2;  // positions whose gradients are in flight
 constexpr int kGroups = 2;    // groups of columns in a row
 constexpr int kOfGroup = 4;   // columns of a group
@@ -76,7 +76,7 @@ struct NarrowRows {
   static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
 
   const TableView* __restrict__ tables;
-  const Update& update;
+  const UpdateArguments& update;
   const UpdateScratch& scratch;
   const float rate;
   const bool scaled;
@@ -85,7 +85,8 @@ struct NarrowRows {
   RowTerms terms{};
 
   __device__ __forceinline__ NarrowRows(const TableView* __restrict__ of_tables,
-                                        const Update& of_update, const UpdateScratch& of_scratch)
+                                        const UpdateArguments& of_update,
+                                        const UpdateScratch& of_scratch)
       : tables(of_tables),
         update(of_update),
         scratch(of_scratch),
@@ -182,11 +183,11 @@ struct NarrowRows {
 template <Optimizer kKind, typename Element>
 __global__ void __launch_bounds__(kNarrowThreads, narrow_blocks(column_states(kKind)))
     narrow_segment_kernel(const TableView* __restrict__ tables,
-                          const __grid_constant__ Update update,
+                          const __grid_constant__ UpdateArguments update,
                           const __grid_constant__ UpdateScratch scratch, int32_t row_class,
                           uint32_t span, bool first) {
   // The positions of a warp at which segments begin.
-  __shared__ uint32_t begins_of_block[kNarrowWarps][kMostSpan * kWarp];
+  __shared__ uint32_t begins_of_block[kNarrowWarps][kMaxSpan * kWarp];
   uint32_t* const begins = begins_of_block[threadIdx.x / kWarp];
   const uint32_t lane = threadIdx.x % kWarp;
   // As in segment_kernel.
@@ -230,13 +231,13 @@ void launch_narrow(const SegmentCall& call) {
   const int64_t units = (call.update.batch.num_ids + kWarp - 1) / kWarp;
   // Small batches need spans of 1 to keep all warps busy.
   const int64_t at_once = int64_t{multiprocessors()} * kBlocks * kNarrowWarps;
-  const int64_t span = min(max(units / at_once, int64_t{1}), int64_t{kMostSpan});
+  const int64_t span = min(max(units / at_once, int64_t{1}), int64_t{kMaxSpan});
   const int64_t warps = (units + span - 1) / span;
-  launch_chained(narrow_segment_kernel<kKind, Element>,
-                 static_cast<unsigned>((warps + kNarrowWarps - 1) / kNarrowWarps), kNarrowThreads,
-                 call.stream, call.tables, call.update, call.scratch,
-                 call.scratch.units.any() ? call.row_class : kAllRowClasses,
-                 static_cast<uint32_t>(span), call.first);
+  launch_dependent(narrow_segment_kernel<kKind, Element>,
+                   static_cast<unsigned>((warps + kNarrowWarps - 1) / kNarrowWarps), kNarrowThreads,
+                   call.stream, call.tables, call.update, call.scratch,
+                   call.scratch.units.any() ? call.row_class : kAllRowClasses,
+                   static_cast<uint32_t>(span), call.first);
 }
 
 }  // namespace

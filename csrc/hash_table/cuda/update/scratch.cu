@@ -32,7 +32,7 @@ UnitLists units_of(const UpdateSize& size) {
 }
 
 // A segment longer than kLongest has at most one piece for each kLongest of its positions.
-size_t most_long_segments(const UpdateSize& size) {
+size_t max_long_segments(const UpdateSize& size) {
   static_assert(kPieceSize >= 2 * kLongest);
   return size.num_ids / kLongest + 1;
 }
@@ -48,7 +48,7 @@ struct ListLayout {
 ListLayout lay_out_lists(const UpdateSize& size, char* base) {
   ListLayout lists{};
   WorkspaceAllocator workspace(base);
-  const size_t most = most_long_segments(size);
+  const size_t most = max_long_segments(size);
   lists.segments = workspace.take<LongSegment>(most);
   lists.segment_of = workspace.take<uint32_t>(most);
   lists.sums = workspace.take<float>(most * size.widest);
@@ -80,7 +80,7 @@ size_t UpdateScratch::lay_out(const UpdateSize& size, char* base) {
   long_segments.number = counts;
   long_segments.pieces = counts + 1;
   long_segments.number_many = counts + 3;
-  long_segments.capacity = static_cast<uint32_t>(most_long_segments(size));
+  long_segments.capacity = static_cast<uint32_t>(max_long_segments(size));
   long_segments.widest = size.widest;
   unique = counts + 2;
   longest_feature = counts + 4;

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/segment_tile.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -24,7 +24,7 @@ constexpr int kSegmentWarps = kSegmentThreads / kWarp;
 template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, bool kPlain,
           int kBlocks>
 __global__ void __launch_bounds__(kSegmentThreads, kBlocks) segment_kernel(
-    const TableView* __restrict__ tables, const __grid_constant__ Update update,
+    const TableView* __restrict__ tables, const __grid_constant__ UpdateArguments update,
     const __grid_constant__ UpdateScratch scratch,
     const __grid_constant__
     typename SegmentTile<kKind, Element, kLanes, kVectors, kDepth, kPlain>::Memory memory,
@@ -75,7 +75,7 @@ constexpr int blocks_of(int vectors) {
 // The arguments of update_segments.
 struct SegmentCall {
   const TableView* tables;
-  const Update& update;
+  const UpdateArguments& update;
   const UpdateScratch& scratch;
   const GroupShape& shape;
   int32_t row_class;
@@ -91,7 +91,7 @@ void launch_segments(const SegmentCall& call) {
       kVectors * Segments::Updater::kWidth / 4);
   const bool listed = call.scratch.units.any();
   const int32_t columns =
-      min(call.shape.widest, most_columns(static_cast<WidthClass>(call.row_class % kWidthClasses)));
+      min(call.shape.widest, max_columns(static_cast<WidthClass>(call.row_class % kWidthClasses)));
   const typename Segments::Memory memory(columns, sizeof(Element), kDepth);
   constexpr int kTiles = kWarp / kLanes;
   const int64_t units = (call.update.batch.num_ids + kWarp - 1) / kWarp;
@@ -103,9 +103,9 @@ void launch_segments(const SegmentCall& call) {
       listed ? min(all, int64_t{resident_grid(2 * kBlocks, units * kWarp)}) : all;
   LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};
   launch_shape.shared_bytes = kSegmentThreads / kLanes * memory.tile_bytes;
-  launch_chained(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kPlain, kBlocks>,
-                 launch_shape, call.stream, call.tables, call.update, call.scratch, memory,
-                 listed ? call.row_class : kAllRowClasses, whole, call.first);
+  launch_dependent(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kPlain, kBlocks>,
+                   launch_shape, call.stream, call.tables, call.update, call.scratch, memory,
+                   listed ? call.row_class : kAllRowClasses, whole, call.first);
 }
 
 // Selects lanes and vectors for rows of a width, and the positions in flight.

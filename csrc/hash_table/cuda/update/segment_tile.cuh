@@ -71,7 +71,7 @@ struct SegmentTile {
   static_assert(kSpan == kLanes || kLanes == kWarp);
 
   const TableView* __restrict__ tables;
-  const Update& update;
+  const UpdateArguments& update;
   const UpdateScratch& scratch;
   const Memory& memory;
   const int32_t row_class;  // of the tables to update, or kAllRowClasses
@@ -87,8 +87,9 @@ struct SegmentTile {
   uint32_t held_table = ~0u;  // number of the table in `updater`
 
   __device__ __forceinline__ SegmentTile(const TableView* __restrict__ of_tables,
-                                         const Update& of_update, const UpdateScratch& of_scratch,
-                                         const Memory& of_memory, int32_t of_class, char* shared)
+                                         const UpdateArguments& of_update,
+                                         const UpdateScratch& of_scratch, const Memory& of_memory,
+                                         int32_t of_class, char* shared)
       : tables(of_tables),
         update(of_update),
         scratch(of_scratch),

@@ -13,7 +13,7 @@
 
 #include <utility>
 
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/scan.cuh"
 #include "hash_table/cuda/update/update.cuh"
 
@@ -25,10 +25,10 @@ namespace cg = cooperative_groups;
 constexpr int kManyThreads = 512;  // of a block
 constexpr int kFewThreads = 256;
 constexpr uint32_t kBlockItems = 10240;  // positions of a block at a time
-constexpr unsigned kMostBlocks = 8;      // blocks of a cluster that every GPU with clusters can run
+constexpr unsigned kMaxBlocks = 8;       // blocks of a cluster that every GPU with clusters can run
 constexpr unsigned kManyBlocks = 264;    // blocks of all clusters: two for each multiprocessor
 constexpr unsigned kFewBlocks = 64;      // with fewer positions other sorts are faster
-constexpr int64_t kLeastIds = 1 << 16;
+constexpr int64_t kMinIds = 1 << 16;
 
 // Shared memory of a block. kBits: of a digit. Low: type of the pairs' values.
 template <int kSortThreads, int kBits, typename Low>
@@ -75,7 +75,7 @@ __device__ __forceinline__ void keep_equal(unsigned& same, uint32_t digit, uint3
 
 #endif
 
-// hot_slots: as in Scratch. Not called on GPUs before sm_90.
+// hot_slots: as in UpdateScratch. Not called on GPUs before sm_90.
 template <int kSortThreads, int kBits, typename Low>
 __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     sort_by_table_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
@@ -228,13 +228,13 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
     const auto find_digit_place = [&]() {
       uint32_t sum = 0, before = 0, all = 0;
       if (thread < kCounts) {
-        uint32_t other_count[kMostBlocks];
+        uint32_t other_count[kMaxBlocks];
 #pragma unroll
-        for (unsigned b = 0; b < kMostBlocks; ++b) {
+        for (unsigned b = 0; b < kMaxBlocks; ++b) {
           other_count[b] = b < blocks ? cluster.map_shared_rank(shared.totals, b)[thread] : 0;
         }
 #pragma unroll
-        for (unsigned b = 0; b < kMostBlocks; ++b) {
+        for (unsigned b = 0; b < kMaxBlocks; ++b) {
           if (b < block) before += other_count[b];
           all += other_count[b];
         }
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kSortThreads, 2 * kManyThreads / kSortThreads)
 
 // Blocks of a cluster: as many as can run at the same time.
 unsigned blocks_of_table(int32_t num_tables) {
-  unsigned blocks = kMostBlocks;
+  unsigned blocks = kMaxBlocks;
   while (blocks > 1 && blocks * static_cast<unsigned>(num_tables) > kManyBlocks) blocks /= 2;
   return blocks;
 }
@@ -314,7 +314,7 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
                     const UpdateHint* hint) {
   if (shape.num_unshared_features == 0 || batch.num_features != shape.num_unshared_features)
     return false;
-  if (batch.num_ids < kLeastIds) return false;
+  if (batch.num_ids < kMinIds) return false;
   if (format.wide || compute_capability() < 9) return false;
   const unsigned blocks = blocks_of_table(batch.num_features);
   const int64_t known = static_cast<const volatile UpdateHint*>(hint)->longest_feature;
@@ -324,21 +324,22 @@ bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairForma
 }
 
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream) {
+                   int64_t max_slots, uint32_t* hot_slots, bool on_side_stream,
+                   cudaStream_t stream) {
   int bits = 1;
-  while ((int64_t{1} << bits) <= most_slots) ++bits;  // one more key, for no slot
+  while ((int64_t{1} << bits) <= max_slots) ++bits;  // one more key, for no slot
   const int passes = (bits + 7) / 8;
   const unsigned blocks = blocks_of_table(batch.num_features);
   const auto launch_of = [&]<int kSortThreads, int kBits, typename Low>() {
     const LaunchShape shape{dim3(blocks * static_cast<unsigned>(batch.num_features)), kSortThreads,
                             sizeof(SharedSortState<kSortThreads, kBits, Low>),
                             static_cast<int>(blocks)};
-    launch_chained(sort_by_table_kernel<kSortThreads, kBits, Low>, shape, stream, tables, batch,
-                   pairs->pairs, pairs->other, passes, hot_slots);
+    launch_dependent(sort_by_table_kernel<kSortThreads, kBits, Low>, shape, stream, tables, batch,
+                     pairs->pairs, pairs->other, passes, hot_slots);
   };
   const auto launch = [&]<int kBits, typename Low>() {
     if constexpr (kBits == 7) {  // kFewThreads serve these digits only
-      if (beside) return launch_of.template operator()<kFewThreads, kBits, Low>();
+      if (on_side_stream) return launch_of.template operator()<kFewThreads, kBits, Low>();
     }
     launch_of.template operator()<kManyThreads, kBits, Low>();
   };

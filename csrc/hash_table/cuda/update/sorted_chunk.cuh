@@ -30,7 +30,8 @@ struct SortedChunk {
   // All tiles of a warp call it together. at: the chunk's first position. tile_end: the tile takes
   // segments that begin before it. n: number of positions. is_continued: the last segment of the
   // previous chunk continues.
-  __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables, const Update& update,
+  __device__ __forceinline__ SortedChunk(const TableView* __restrict__ tables,
+                                         const UpdateArguments& update,
                                          const UpdateScratch& scratch,
                                          const SortedPosition& position, uint32_t at,
                                          uint32_t tile_end, uint32_t n, bool is_continued,

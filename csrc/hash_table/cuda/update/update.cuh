@@ -15,7 +15,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Arguments that the kernels of an update share.
-struct Update {
+struct UpdateArguments {
   Batch batch;
   Pooling pooling;
   Output<const char> grad;
@@ -95,7 +95,7 @@ struct GradientRef {
   float scale;       // of the gradient
 };
 
-__device__ __forceinline__ GradientRef gradient_ref_of(const Update& update,
+__device__ __forceinline__ GradientRef gradient_ref_of(const UpdateArguments& update,
                                                        const UpdateScratch& scratch,
                                                        uint32_t value) {
   const Batch& batch = update.batch;
@@ -129,7 +129,7 @@ struct SortedPosition {
   }
 };
 
-// Writes the pairs of all positions, and checks the offsets (prepare.cu).
+// Writes the pairs of all positions, and checks the offsets (prepare_pairs.cu).
 void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
                    const UpdateScratch& scratch, cudaStream_t stream);
 
@@ -138,10 +138,11 @@ void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
 bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
                     const UpdateHint* hint);
 // Groups the pairs of equal slots, separately by table and in the order of the batch. The result
-// may be in the other half. most_slots: of one table. hot_slots: as in Scratch. beside: whether
-// other kernels occupy most of the GPU when this one begins.
+// may be in the other half. max_slots: of one table. hot_slots: as in UpdateScratch.
+// on_side_stream: whether other kernels occupy most of the GPU when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream);
+                   int64_t max_slots, uint32_t* hot_slots, bool on_side_stream,
+                   cudaStream_t stream);
 
 // Copies the pairs of short segments to scratch.short_pairs, in the order of their bags
 // (order_by_bag.cu).
@@ -154,24 +155,25 @@ void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot
                    const UpdateScratch& scratch, cudaStream_t stream);
 
 // Sums the gradients of the pieces of long segments. Later kernels of the update may begin
-// meanwhile (pieces.cu).
-void sum_pieces(const TableView* tables, const Update& update, const UpdateScratch& scratch,
-                const GroupShape& shape, cudaStream_t stream);
+// meanwhile (sum_pieces.cu).
+void sum_pieces(const TableView* tables, const UpdateArguments& update,
+                const UpdateScratch& scratch, const GroupShape& shape, cudaStream_t stream);
 
 // Whether update_segments supports an optimizer and a row class.
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
 // Updates the rows of all segments but long ones, for tables of this row class. first: whether it
 // is the first of the kernels that may overlap (segments.cu).
-void update_segments(const TableView* tables, const Update& update, const UpdateScratch& scratch,
-                     const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
+void update_segments(const TableView* tables, const UpdateArguments& update,
+                     const UpdateScratch& scratch, const GroupShape& shape, int32_t row_class,
+                     bool first, cudaStream_t stream);
 // As update_segments, for any optimizer and rows of any width; row_class may be kAllRowClasses
 // (any_segments.cu).
-void update_any_segments(const TableView* tables, const Update& update,
+void update_any_segments(const TableView* tables, const UpdateArguments& update,
                          const UpdateScratch& scratch, const GroupShape& shape, int32_t row_class,
                          cudaStream_t stream);
 // Updates the rows of long segments, whose pieces have been summed, and writes the hint for the
 // next batch (long_segments.cu).
-void update_long_segments(const TableView* tables, const Update& update,
+void update_long_segments(const TableView* tables, const UpdateArguments& update,
                           const UpdateScratch& scratch, const GroupShape& shape, UpdateHint* hint,
                           cudaStream_t stream);
 

@@ -2,8 +2,8 @@
 // columns. Each lane looks up the address of one position's gradient; then all lanes load
 // gradients, several of which are in flight in registers. Neighbouring positions with the same
 // gradient, such as those of an id that a bag has several times, load it once.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/tile.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -18,22 +18,23 @@ constexpr int kFloats = 32;      // floats that a lane has in flight
 // The gradients of a chunk of positions, without repetitions.
 template <int kLanes>
 struct GradientRuns {
-  static constexpr int kMost = kLanes < 16 ? 16 : kLanes;
+  static constexpr int kMax = kLanes < 16 ? 16 : kLanes;
 
-  const char* gradients[kMost];
-  float scales[kMost];
-  int32_t counts[kMost];  // how often each is added
+  const char* gradients[kMax];
+  float scales[kMax];
+  int32_t counts[kMax];  // how often each is added
 };
 
 // A tile sums kLanes * kVectors * kWidth columns at a time. The first columns of all pieces are
 // summed before further ones, so that these columns of all gradients stay in L2.
 template <int kLanes, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
-    sum_pieces_kernel(const TableView* __restrict__ tables, const __grid_constant__ Update update,
+    sum_pieces_kernel(const TableView* __restrict__ tables,
+                      const __grid_constant__ UpdateArguments update,
                       const __grid_constant__ UpdateScratch scratch, uint32_t parts) {
   using Lanes = Tile<kLanes>;
   using Vector = Columns<kWidth>;
-  constexpr int kChunk = GradientRuns<kLanes>::kMost, kBatches = kChunk / kLanes;
+  constexpr int kChunk = GradientRuns<kLanes>::kMax, kBatches = kChunk / kLanes;
   constexpr int kInFlight = kFloats / (kVectors * kWidth);
   constexpr int32_t kColumns = kLanes * kVectors * kWidth;
   __shared__ GradientRuns<kLanes> runs_of_block[kPieceThreads / kLanes];
@@ -136,22 +137,22 @@ __global__ void __launch_bounds__(kPieceThreads, kPieceBlocks)
 }
 
 template <int kLanes, int kWidth, int kVectors>
-void launch(const TableView* tables, const Update& update, const UpdateScratch& scratch,
+void launch(const TableView* tables, const UpdateArguments& update, const UpdateScratch& scratch,
             int32_t widest, cudaStream_t stream) {
   constexpr int32_t kColumns = kLanes * kVectors * kWidth;
   const auto parts = static_cast<uint32_t>((widest + kColumns - 1) / kColumns);
-  const int64_t most_pieces = update.batch.num_ids / kLongest + 1;
+  const int64_t max_pieces = update.batch.num_ids / kLongest + 1;
   // resident_grid counts blocks of kThreads.
-  const int64_t threads = most_pieces * parts * kLanes * (kThreads / kPieceThreads);
+  const int64_t threads = max_pieces * parts * kLanes * (kThreads / kPieceThreads);
   const unsigned blocks = resident_grid(kPieceBlocks, threads);
-  launch_chained(sum_pieces_kernel<kLanes, kWidth, kVectors>, blocks, kPieceThreads, stream, tables,
-                 update, scratch, parts);
+  launch_dependent(sum_pieces_kernel<kLanes, kWidth, kVectors>, blocks, kPieceThreads, stream,
+                   tables, update, scratch, parts);
 }
 
 }  // namespace
 
-void sum_pieces(const TableView* tables, const Update& update, const UpdateScratch& scratch,
-                const GroupShape& shape, cudaStream_t stream) {
+void sum_pieces(const TableView* tables, const UpdateArguments& update,
+                const UpdateScratch& scratch, const GroupShape& shape, cudaStream_t stream) {
   const auto launch_for = [&] {
     if (!update.group_four_wide) return launch<32, 1, 4>;
     if (shape.widest <= 32) return launch<8, 4, 1>;

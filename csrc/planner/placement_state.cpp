@@ -1,4 +1,4 @@
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 
 #include <algorithm>
 #include <numeric>
