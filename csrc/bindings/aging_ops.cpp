@@ -24,22 +24,22 @@ void expire(at::Tensor counters, int64_t handle) {
   if (aging.expire_after == nullptr) return;
   owner->note_removal();
 #ifdef TORCHREC_HKV_CUDA
-  int64_t most_buckets = 0;  // at full capacity, because a CUDA graph may be replayed after growth
+  int64_t max_buckets = 0;  // at full capacity, because a CUDA graph may be replayed after growth
   for (int64_t t = 0; t < group.num_tables(); ++t) {
-    most_buckets = std::max(most_buckets, group.full_slots(t) / group.view(t).bucket_slots);
+    max_buckets = std::max(max_buckets, group.full_slots(t) / group.view(t).bucket_slots);
   }
 #endif
   const CountedCall call(group.clock(), std::nullopt, /*counts=*/false);
-  const hash_table::Visit visit = call.visit(nullptr);
+  const hash_table::CallContext context = call.context(nullptr);
   HKV_ON_GROUP(
       group, call.use(/*inserts=*/false),
       for (int32_t t = 0; t < aging.num_tables; ++t) {
         const auto sweep = hash_table::sweep_of_all(aging.expire_after[t]);
-        hash_table::cpu::expire(group.view(t), sweep, visit, threads);
+        hash_table::cpu::expire(group.view(t), sweep, context, threads);
       },
       hash_table::cuda::tick(call.clock(), call.tick(), stream);
       hash_table::cuda::expire(group.views(), aging.expire_after, aging.num_tables, /*all=*/true,
-                               static_cast<uint32_t>(most_buckets), visit, stream));
+                               static_cast<uint32_t>(max_buckets), context, stream));
 }
 
 void add_aging_ops(torch::Library& m) { m.impl("expire", &expire); }

@@ -49,10 +49,10 @@ struct GroupedPositions {
     return said;
   }
   void fill(const TableGroup& group, const hash_table::Batch& batch, bool weighted,
-            const int64_t* slots, cudaStream_t stream, SideStream* beside = nullptr) {
+            const int64_t* slots, cudaStream_t stream, SideStream* side_stream = nullptr) {
     how = hash_table::cuda::group_positions(group.views(), batch, slots, weighted,
                                             group.num_slots(), group.shape(), group.update_hint(),
-                                            memory.data_ptr(), stream, beside);
+                                            memory.data_ptr(), stream, side_stream);
   }
 };
 

@@ -68,8 +68,8 @@ at::Tensor find_or_insert(at::Tensor counters, int64_t handle, const at::Tensor&
   check_device(counters, "counters", group->device());
   const BagLayout layout(*group, batch_size, bags);
   const Batch batch = make_batch(*group, ids, offsets, layout);
-  const std::shared_ptr<Pin> held = pin ? group->clock().find(*pin) : nullptr;
-  return insert_missing(*group, ids, offsets, layout, batch, held, scores);
+  const std::shared_ptr<Pin> held_pin = pin ? group->clock().find(*pin) : nullptr;
+  return insert_missing(*group, ids, offsets, layout, batch, held_pin, scores);
 }
 
 at::Tensor weights_gradient(int64_t handle, const at::Tensor& grad, const at::Tensor& ids,

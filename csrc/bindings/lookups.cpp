@@ -60,10 +60,10 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   hash_table::Placement placement{
       group.initial_rows(), hash_table::RefuseLower::kAged, /*given_rows=*/{}, {}};
   placement.admissions = group.admission().get();
-  placement.moving = group.moving_rows();
+  placement.moving = group.frame_moves();
 #ifdef TORCHREC_HKV_CUDA
   if (group.device().is_cuda()) {
-    placement.spread = hash_table::cuda::expects_unique_ids(group.update_hint());
+    placement.mostly_unique = hash_table::cuda::expects_unique_ids(group.update_hint());
   }
 #endif
   placement.scores = group.shape().scores;
@@ -82,7 +82,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
   const auto enqueue = [&] {
     HKV_ON_DEVICE(
         group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given), group.aging(),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.context(given), group.aging(),
                                         placement, out, found, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given, placement, out, found,
@@ -95,7 +95,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
       placement.moving.begin = [](const void* of) {
         (*static_cast<const std::function<void()>*>(of))();
       };
-      placement.moving.begin_of = &moves_begin;
+      placement.moving.begin_context = &moves_begin;
       enqueue();
     });
   } else {
@@ -105,7 +105,7 @@ at::Tensor insert_missing(TableGroup& group, const at::Tensor& ids, const at::Te
 }
 
 PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
-                     const Use& use, [[maybe_unused]] bool groups) {
+                     const AccessSet& use, [[maybe_unused]] bool groups) {
   PooledRows pooled;
   pooled.rows = at::empty(batch.layout.output_shape(), batch.ids.options().dtype(batch.dtype));
   const Output<char> out{static_cast<char*>(pooled.rows.data_ptr()), batch.layout.output_stride(),

@@ -56,6 +56,6 @@ struct PooledRows {
 // Pools rows. slots: the current slots of the batch's ids. groups: whether to group positions for
 // an update; GPU only.
 PooledRows pool_rows(const TableGroup& group, const LookupBatch& batch, const at::Tensor& slots,
-                     const Use& use, bool groups);
+                     const AccessSet& use, bool groups);
 
 }  // namespace torchrec_hkv::bindings

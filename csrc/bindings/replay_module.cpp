@@ -53,18 +53,18 @@ struct WholeSteps {
 
   // Returns the ids of a step whose miniature_hash() is below `sampled`.
   const std::vector<int64_t>& select(int64_t begin, int64_t end, uint64_t sampled) {
-    kept.resize(static_cast<size_t>(end - begin) + 1);
+    selected.resize(static_cast<size_t>(end - begin) + 1);
     size_t count = 0;
     if (sampled != 0) {
       for (int64_t i = begin; i < end; ++i) {
-        kept[count] = ids[i];
+        selected[count] = ids[i];
         count += hash_table::miniature_hash(ids[i]) >> 32 < sampled;
       }
     }
-    kept.resize(count);
-    return kept;
+    selected.resize(count);
+    return selected;
   }
-  std::vector<int64_t> kept;
+  std::vector<int64_t> selected;
 };
 
 // Runs one training lookup for each step. Each table of the group looks up all ids of the step.
@@ -90,19 +90,19 @@ std::pair<at::Tensor, at::Tensor> replay_steps(int64_t handle, const at::Tensor&
     epoch = numbers(*epochs, "epochs");
   }
   WholeSteps whole;
-  uint64_t most_sampled = 0;
+  uint64_t max_sampled = 0;
   if (!aging.empty()) {
     TORCH_CHECK_VALUE(all_ids && all_ends, "tables that age need all ids of the log.");
     check_length(*all_ends, "all_ends", steps);
     whole.ids = numbers(*all_ids, "all_ids");
     whole.ends = checked_ends(*all_ends, "all_ends", all_ids->numel());
-    for (const Aged& aged : aging) most_sampled = std::max(most_sampled, aged.second->sampled());
+    for (const Aged& aged : aging) max_sampled = std::max(max_sampled, aged.second->sampled());
   }
   const at::Tensor slots = at::empty({tables, n}, at::kLong);
   const at::Tensor found = at::empty({tables, n}, at::kBool);
   const BagLayout layout(group, 1, c10::nullopt);
   const at::Tensor offsets = at::empty({tables + 1}, at::kLong);
-  at::Tensor there = at::empty({0}, at::kBool), repeated = at::empty({0}, at::kLong);
+  at::Tensor present = at::empty({0}, at::kBool), repeated = at::empty({0}, at::kLong);
   for (int64_t s = 0, begin = 0, all_begin = 0; s < steps; begin = end[s++]) {
     const int64_t count = end[s] - begin;
     if (epoch != nullptr && (s == 0 || epoch[s] != epoch[s - 1])) {
@@ -111,8 +111,8 @@ std::pair<at::Tensor, at::Tensor> replay_steps(int64_t handle, const at::Tensor&
     group.order().run(kWriteIndex, [&] {
       for (const Aged& aged : aging) aged.second->begin_call_of(group, aged.first);
     });
-    if (there.numel() < tables * count) {
-      there = at::empty({tables * count}, at::kBool);
+    if (present.numel() < tables * count) {
+      present = at::empty({tables * count}, at::kBool);
       repeated = at::empty({tables * count}, at::kLong);
     }
     for (int64_t t = 0; t <= tables; ++t) offsets.data_ptr<int64_t>()[t] = t * count;
@@ -122,15 +122,15 @@ std::pair<at::Tensor, at::Tensor> replay_steps(int64_t handle, const at::Tensor&
     }
     const hash_table::Batch batch = make_batch(group, looked_up, offsets, layout);
     const at::Tensor placed = insert_missing(group, looked_up, offsets, layout, batch, nullptr,
-                                             c10::nullopt, there.data_ptr<bool>());
+                                             c10::nullopt, present.data_ptr<bool>());
     for (int64_t t = 0; t < tables; ++t) {
       std::copy_n(placed.const_data_ptr<int64_t>() + t * count, count,
                   slots.data_ptr<int64_t>() + t * n + begin);
-      std::copy_n(there.const_data_ptr<bool>() + t * count, count,
+      std::copy_n(present.const_data_ptr<bool>() + t * count, count,
                   found.data_ptr<bool>() + t * n + begin);
     }
     if (aging.empty()) continue;
-    const auto& sampled = whole.select(all_begin, whole.ends[s], most_sampled);
+    const auto& sampled = whole.select(all_begin, whole.ends[s], max_sampled);
     for (const Aged& aged : aging) {
       const bool evicts = group.view(aged.first).counters[hash_table::kEvicted] != 0;
       aged.second->end_call(sampled.data(), static_cast<int64_t>(sampled.size()),
@@ -157,7 +157,7 @@ class Windows {
   std::vector<at::Tensor> see(const at::Tensor& bits, const at::Tensor& at,
                               const at::Tensor& sampled, int64_t length) {
     check_length(at, "at", bits.numel());
-    const replay::TakenIds ids{
+    const replay::SelectedIds ids{
         numbers(bits, "bits"), numbers(at, "at"), numbers(sampled, "sampled"),
         bits.numel(),          sampled.numel(),   length};
     for (int64_t i = 0; i < sampled.numel(); ++i) {

@@ -12,18 +12,18 @@ using namespace runtime;
 namespace {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_ids(const at::Tensor& ids,
-                                                                      int64_t most_counted,
-                                                                      int64_t most_sampled) {
+                                                                      int64_t max_counted,
+                                                                      int64_t max_sampled) {
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
-  TORCH_CHECK_VALUE(most_sampled <= most_counted, "most_sampled is ", most_sampled,
-                    ", but must be at most most_counted, ", most_counted, ".");
+  TORCH_CHECK_VALUE(max_sampled <= max_counted, "most_sampled is ", max_sampled,
+                    ", but must be at most most_counted, ", max_counted, ".");
   const at::Tensor from = ids.contiguous();
   const int64_t n = from.numel();
   const at::Tensor bits = at::empty({n}, from.options()), at = at::empty({n}, from.options()),
                    sampled = at::empty({n}, from.options());
   const replay::Taken taken =
-      replay::take(from.const_data_ptr<int64_t>(), n, most_counted, most_sampled,
+      replay::take(from.const_data_ptr<int64_t>(), n, max_counted, max_sampled,
                    bits.data_ptr<int64_t>(), at.data_ptr<int64_t>(), sampled.data_ptr<int64_t>());
   at::Tensor bounds = at::empty({n == 0 ? 0 : 2}, from.options());
   if (n != 0) {

@@ -140,7 +140,7 @@ void overwrite_slots(at::Tensor counters, int64_t handle, int64_t table, const a
 // positions.
 at::Tensor restore_in_order(const TableGroup& group, const TableView& view,
                             const hash_table::Entries& entries,
-                            const hash_table::Displaced& displaced) {
+                            const hash_table::DisplacedEntries& displaced) {
   const auto options = at::dtype(at::kLong).device(group.device());
   return group.order().run(kWriteAll, [&] {
     const at::Tensor buckets = at::empty({2 * entries.n}, options);
@@ -182,7 +182,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor out_states = at::empty_like(states);
   at::Tensor counts = at::zeros({2}, ids.options());
   const TableView& view = group->view(table);
-  const hash_table::Displaced displaced{
+  const hash_table::DisplacedEntries displaced{
       out_ids.data_ptr<int64_t>(),
       static_cast<char*>(out_rows.data_ptr()),
       reinterpret_cast<uint32_t*>(out_steps.data_ptr<int32_t>()),
@@ -234,9 +234,9 @@ at::Tensor find_misplaced(const at::Tensor& ids, const at::Tensor& slots, int64_
 
 // Like restore_slots, for several batches, each with ascending slots. Returns the number of entries
 // that were not placed. CPU only.
-int64_t restore_together(at::Tensor counters, int64_t handle, int64_t table, at::TensorList slots,
-                         at::TensorList ids, at::TensorList rows, at::TensorList last_steps,
-                         at::TensorList scores, at::TensorList states) {
+int64_t restore_batches(at::Tensor counters, int64_t handle, int64_t table, at::TensorList slots,
+                        at::TensorList ids, at::TensorList rows, at::TensorList last_steps,
+                        at::TensorList scores, at::TensorList states) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   check_device(counters, "counters", group->device());
   const size_t n = slots.size();
@@ -245,7 +245,7 @@ int64_t restore_together(at::Tensor counters, int64_t handle, int64_t table, at:
                     "there must be as many tensors of each kind as of slots, ", n, ".");
   const int64_t num_slots = group->view(table).num_slots;
   std::vector<at::Tensor> keys(n);
-  std::vector<hash_table::cpu::Restored> batches;
+  std::vector<hash_table::cpu::RestoreBatch> batches;
   for (size_t b = 0; b < n; ++b) {
     const hash_table::Entries entries = check_entries(*group, table, ids[b], rows[b], last_steps[b],
                                                       scores[b], states[b], &keys[b]);
@@ -259,7 +259,7 @@ int64_t restore_together(at::Tensor counters, int64_t handle, int64_t table, at:
   }
   for (const auto& batch : batches) group->expect_entries(table, batch.entries.n);
   return group->order().run(kWriteAll, [&] {
-    return hash_table::cpu::restore_together(group->view(table), batches, at::get_num_threads());
+    return hash_table::cpu::restore_batches(group->view(table), batches, at::get_num_threads());
   });
 }
 
@@ -285,20 +285,20 @@ bool are_placed(const at::Tensor& ids, const at::Tensor& slots, int64_t num_buck
 
 // Adds ids to a hash_table::cpu::IdSet. Returns its new number of ids, and an id that it already
 // had or None.
-std::tuple<int64_t, std::optional<int64_t>> add_ids(at::Tensor set, int64_t held,
+std::tuple<int64_t, std::optional<int64_t>> add_ids(at::Tensor set, int64_t size,
                                                     const at::Tensor& ids, int64_t bits,
                                                     int64_t part) {
-  const int64_t places = set.numel() - 1;
-  check_given(set, "set", at::kLong, {places + 1}, at::kCPU);
+  const int64_t capacity = set.numel() - 1;
+  check_given(set, "set", at::kLong, {capacity + 1}, at::kCPU);
   check_given(ids, "ids", at::kLong, {ids.numel()}, at::kCPU);
-  TORCH_CHECK_VALUE(places >= 1 && (places & (places - 1)) == 0, "set has ", places,
+  TORCH_CHECK_VALUE(capacity >= 1 && (capacity & (capacity - 1)) == 0, "set has ", capacity,
                     " places, but their number must be a power of two.");
   TORCH_CHECK_VALUE(bits >= 0 && bits < 64, "bits is ", bits, ", but must be from 0 to 63.");
-  hash_table::cpu::IdSet its{set.data_ptr<int64_t>(), places, held};
+  hash_table::cpu::IdSet id_set{set.data_ptr<int64_t>(), capacity, size};
   const auto repeated =
-      hash_table::cpu::add_ids(its, ids.const_data_ptr<int64_t>(), ids.numel(),
+      hash_table::cpu::add_ids(id_set, ids.const_data_ptr<int64_t>(), ids.numel(),
                                static_cast<int>(bits), static_cast<uint64_t>(part));
-  return {its.held, repeated};
+  return {id_set.size, repeated};
 }
 
 void add_restore_ops(torch::Library& m) {
@@ -342,7 +342,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
 HKV_REGISTER_ON_DEVICES(add_restore_ops)
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("find_misplaced", &find_misplaced);
-  m.impl("restore_together", &restore_together);
+  m.impl("restore_together", &restore_batches);
   m.impl("find_repeated", &find_repeated);
   m.impl("are_placed", &are_placed);
   m.impl("add_ids", &add_ids);

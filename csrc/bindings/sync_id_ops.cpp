@@ -45,27 +45,28 @@ std::vector<hash_table::ReplicaIds> check_replicas(at::TensorList ids, at::IntAr
   return replicas;
 }
 
-// Merges the ids of several replicas. slots: slots of the ids that replica `own` touched, counted
-// from the table's first slot. Returns (ids, known, touched, is_new, slots, left, places, absent):
+// Merges the ids of several replicas. slots: slots of the ids that replica `own_rank` touched,
+// counted from the table's first slot. Returns (ids, known, touched, is_new, slots, removed,
+// touched_indices, absent):
 // - ids: distinct ids that a replica touched, in the order of first occurrence;
 // - known: whether a replica that touched or lost the id had it before;
 // - touched, is_new: whether this replica touched the id, and whether it was new to this replica;
 // - slots: slot in this replica, or -1;
-// - left: distinct ids that left a replica and that no replica touched;
-// - places: index in `ids` of each id that this replica touched;
+// - removed: distinct ids that left a replica and that no replica touched;
+// - touched_indices: index in `ids` of each id that this replica touched;
 // - absent: indices of ids without a slot.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor>
-meet_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes, int64_t own,
-         const at::Tensor& slots) {
+match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes,
+          int64_t own_rank, const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   const hash_table::TableView& view = group->view(table);
   check_device(slots, "slots", group->device());
   const std::vector<hash_table::ReplicaIds> replicas = check_replicas(ids, sizes);
   const auto number = static_cast<int64_t>(replicas.size());
-  TORCH_CHECK_VALUE(own >= 0 && own < number, "own is ", own, ", but must be one of ", number,
-                    " replicas.");
-  const int64_t touched_here = replicas[own].touched();
+  TORCH_CHECK_VALUE(own_rank >= 0 && own_rank < number, "own is ", own_rank,
+                    ", but must be one of ", number, " replicas.");
+  const int64_t touched_here = replicas[own_rank].touched();
   check_int64s(slots, "slots");
   check_length(slots, "slots", touched_here);
   const auto* const at = slots.const_data_ptr<int64_t>();
@@ -73,31 +74,32 @@ meet_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef size
     TORCH_CHECK_VALUE(at[i] >= 0 && at[i] < view.num_slots, "slots has ", at[i],
                       ", but the table has ", view.num_slots, ".");
   }
-  int64_t most = 0, most_left = 0;
+  int64_t most = 0, max_removed = 0;
   for (const hash_table::ReplicaIds& replica : replicas) {
     most += replica.touched();
-    most_left += replica.num_left;
+    max_removed += replica.num_removed;
   }
   const auto numbers = [&](int64_t n) { return at::empty({n}, slots.options()); };
   const auto marks = [&] { return at::empty({most}, slots.options().dtype(at::kBool)); };
   at::Tensor known = marks(), touched = marks(), is_new = marks();
-  at::Tensor met = numbers(most), its_slots = numbers(most), left = numbers(most_left);
-  at::Tensor places = numbers(touched_here);
+  at::Tensor matched = numbers(most), slots_here = numbers(most), removed = numbers(max_removed);
+  at::Tensor touched_indices = numbers(touched_here);
   at::Tensor absent = numbers(most - touched_here);
-  const hash_table::MetIds out{met.data_ptr<int64_t>(),       known.data_ptr<bool>(),
-                               touched.data_ptr<bool>(),      is_new.data_ptr<bool>(),
-                               its_slots.data_ptr<int64_t>(), absent.data_ptr<int64_t>(),
-                               left.data_ptr<int64_t>(),      places.data_ptr<int64_t>()};
-  hash_table::MetNumbers found{};
+  const hash_table::MatchedIds out{
+      matched.data_ptr<int64_t>(),    known.data_ptr<bool>(),
+      touched.data_ptr<bool>(),       is_new.data_ptr<bool>(),
+      slots_here.data_ptr<int64_t>(), absent.data_ptr<int64_t>(),
+      removed.data_ptr<int64_t>(),    touched_indices.data_ptr<int64_t>()};
+  hash_table::MatchedCounts found{};
   group->order().run(kReadIndex, [&] {
-    found = hash_table::cpu::meet_ids(view, replicas.data(), number, own, at, out,
-                                      at::get_num_threads());
+    found = hash_table::cpu::match_ids(view, replicas.data(), number, own_rank, at, out,
+                                       at::get_num_threads());
   });
   const auto first = [&](const at::Tensor& of) { return of.narrow(0, 0, found.ids); };
-  return {first(met),       first(known),
-          first(touched),   first(is_new),
-          first(its_slots), left.narrow(0, 0, found.left),
-          places,           absent.narrow(0, 0, found.absent)};
+  return {first(matched),    first(known),
+          first(touched),    first(is_new),
+          first(slots_here), removed.narrow(0, 0, found.removed),
+          touched_indices,   absent.narrow(0, 0, found.absent)};
 }
 
 }  // namespace
@@ -108,6 +110,6 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("meet_ids", &meet_ids); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("meet_ids", &match_ids); }
 
 }  // namespace torchrec_hkv::bindings

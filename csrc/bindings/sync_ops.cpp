@@ -53,26 +53,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> slot_changes(const at::Tensor& co
   if (marked) check_marks(*marked, "marked", n, group->device());
   check_range(view, first, n, since);
   at::Tensor changes = at::empty({n}, occupied.options().dtype(at::kByte));
-  const hash_table::SlotChanges look{first,
-                                     n,
-                                     occupied.const_data_ptr<bool>(),
-                                     marked ? marked->const_data_ptr<bool>() : nullptr,
-                                     static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
-                                     moved,
-                                     changes.data_ptr<uint8_t>()};
+  const hash_table::SlotChanges request{first,
+                                        n,
+                                        occupied.const_data_ptr<bool>(),
+                                        marked ? marked->const_data_ptr<bool>() : nullptr,
+                                        static_cast<uint32_t>(std::min<int64_t>(since, UINT32_MAX)),
+                                        moved,
+                                        changes.data_ptr<uint8_t>()};
   return group->order().run(kReadIndex, [&] {
-    HKV_ON_DEVICE(group->device(), hash_table::cpu::slot_changes(view, look, threads),
-                  hash_table::cuda::slot_changes(view, look, stream));
+    HKV_ON_DEVICE(group->device(), hash_table::cpu::slot_changes(view, request, threads),
+                  hash_table::cuda::slot_changes(view, request, stream));
     at::Tensor slots, bits;
     if (group->device().is_cuda()) {
       const at::Tensor places = changes.nonzero().flatten();
       bits = changes.index_select(0, places);
       slots = places.add(first);
     } else {
-      const int64_t number = hash_table::cpu::count_changes(look.changes, n);
+      const int64_t number = hash_table::cpu::count_changes(request.changes, n);
       slots = at::empty({number}, occupied.options().dtype(at::kLong));
       bits = at::empty({number}, changes.options());
-      hash_table::cpu::list_changes(look.changes, n, first, slots.data_ptr<int64_t>(),
+      hash_table::cpu::list_changes(request.changes, n, first, slots.data_ptr<int64_t>(),
                                     bits.data_ptr<uint8_t>());
     }
     return std::make_tuple(slots, bits, group->ids_and_steps(table, slots).first);
@@ -166,9 +166,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   group->order().run(kReadIndex, [&] {
     hash_table::cpu::compare_slots(view, comparison, found, at::get_num_threads());
   });
-  return {tensor_of(found.slots, at::kLong),      tensor_of(found.ids, at::kLong),
-          tensor_of(found.touched, at::kBool),    tensor_of(found.stayed, at::kBool),
-          tensor_of(found.gone_slots, at::kLong), tensor_of(found.gone_ids, at::kLong)};
+  return {tensor_of(found.slots, at::kLong),         tensor_of(found.ids, at::kLong),
+          tensor_of(found.touched, at::kBool),       tensor_of(found.unchanged, at::kBool),
+          tensor_of(found.removed_slots, at::kLong), tensor_of(found.removed_ids, at::kLong)};
 }
 
 // Checks a matrix for rows and, if `states` is true, their states.
@@ -324,10 +324,11 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
   const auto records = [&](const at::Tensor& of, const char* name) {
     return check_records(*group, view, span.n, of, name, begin, states);
   };
-  const hash_table::ReplicaRecords own = records(message, "message");
+  const hash_table::ReplicaRecords own_records = records(message, "message");
   const float* const other = records(theirs, "theirs").data;
-  TORCH_CHECK_VALUE(highest_column >= -1 && highest_column < own.columns, "highest_column is ",
-                    highest_column, ", but must be -1 or one of ", own.columns, " columns.");
+  TORCH_CHECK_VALUE(highest_column >= -1 && highest_column < own_records.columns,
+                    "highest_column is ", highest_column, ", but must be -1 or one of ",
+                    own_records.columns, " columns.");
   const at::Tensor keys = converted(*group, table, scores);
   const auto* const keys_in =
       scored ? reinterpret_cast<const uint64_t*>(keys.const_data_ptr<int64_t>()) : nullptr;
@@ -335,7 +336,7 @@ void merge_records(at::Tensor counters, int64_t handle, int64_t table, const at:
       span.of<int64_t>(slots), span.of<int64_t>(ids), span.of<bool>(known), keys_in, span.n,
       highest_column};
   group->order().run(kWriteAll, [&] {
-    hash_table::cpu::merge_records(view, entries, own, other, at::get_num_threads());
+    hash_table::cpu::merge_records(view, entries, own_records, other, at::get_num_threads());
   });
 }
 

@@ -146,8 +146,8 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const int64_t n = ids.numel();
   const at::Tensor keys = check_scores(group, scores, n, offsets, given_ids.first_bags());
   const uint64_t* given_scores = data_of(keys);
-  const at::Tensor held = rows ? check_rows(group, *rows, n) : at::Tensor();
-  const RowMatrix given_rows = rows ? matrix_of(held, group.matrix_type()) : RowMatrix{};
+  const at::Tensor given_tensor = rows ? check_rows(group, *rows, n) : at::Tensor();
+  const RowMatrix given_rows = rows ? matrix_of(given_tensor, group.matrix_type()) : RowMatrix{};
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
   TORCH_CHECK_VALUE(
       assign || !leavers,
@@ -170,35 +170,36 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   at::Tensor writer;
   const bool deterministic = group.deterministic();
   if (group.device().is_cuda() && assign && !deterministic) writer = at::empty_like(found);
-  const int64_t room = leavers ? n : 0;
-  at::Tensor left_ids = at::empty({room}, ids.options());
-  at::Tensor left_rows =
-      at::empty({room, group.shape().widest}, ids.options().dtype(group.matrix_dtype()));
-  at::Tensor left_scores = at::empty({room}, ids.options());
+  const int64_t max_evicted = leavers ? n : 0;
+  at::Tensor evicted_ids = at::empty({max_evicted}, ids.options());
+  at::Tensor evicted_rows =
+      at::empty({max_evicted, group.shape().widest}, ids.options().dtype(group.matrix_dtype()));
+  at::Tensor evicted_scores = at::empty({max_evicted}, ids.options());
   at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
   const bool several = group.num_tables() > 1;
-  at::Tensor left_tables = at::empty({several ? room : 0}, ids.options().dtype(at::kInt));
+  at::Tensor evicted_tables = at::empty({several ? max_evicted : 0}, ids.options().dtype(at::kInt));
   hash_table::Placement placement{
       initialize ? group.initial_rows() : hash_table::NewRows::kUntouched,
       hash_table::RefuseLower::kAll,
       given_rows,
       {}};
-  if (believed) placement.believed = believed->const_data_ptr<bool>();
+  if (believed) placement.expected_present = believed->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
-  placement.moving = group.moving_rows();
+  placement.moving = group.frame_moves();
   placement.scores = group.shape().scores;
   placement.remembers = group.remembers_evicted();
   placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = deterministic;
   if (leavers) {
-    placement.leavers = {left_ids.data_ptr<int64_t>(), matrix_of(left_rows, group.matrix_type()),
-                         reinterpret_cast<uint64_t*>(left_scores.data_ptr<int64_t>()),
-                         reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()),
-                         several ? left_tables.data_ptr<int32_t>() : nullptr};
+    placement.evicted_entries = {evicted_ids.data_ptr<int64_t>(),
+                                 matrix_of(evicted_rows, group.matrix_type()),
+                                 reinterpret_cast<uint64_t*>(evicted_scores.data_ptr<int64_t>()),
+                                 reinterpret_cast<uint64_t*>(number.data_ptr<int64_t>()),
+                                 several ? evicted_tables.data_ptr<int32_t>() : nullptr};
   }
   int64_t* out = slots.data_ptr<int64_t>();
-  bool* there = found.data_ptr<bool>();
+  bool* found_out = found.data_ptr<bool>();
 #ifdef TORCHREC_HKV_CUDA
   bool* writes = writer.defined() ? writer.data_ptr<bool>() : nullptr;
 #endif
@@ -207,17 +208,17 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   group.order().run(assign ? kWriteAll : call.use(/*inserts=*/true), [&] {
     HKV_ON_DEVICE(
         group.device(),
-        hash_table::cpu::find_or_insert(group.views(), batch, call.visit(given_scores),
-                                        group.aging(), placement, out, there, threads),
+        hash_table::cpu::find_or_insert(group.views(), batch, call.context(given_scores),
+                                        group.aging(), placement, out, found_out, threads),
         hash_table::cuda::find_or_insert(group.views(), group.only_view_now(), batch, call.clock(),
                                          call.tick(), group.aging(), given_scores, placement, out,
-                                         there, writes, scratch.data_ptr(), stream));
+                                         found_out, writes, scratch.data_ptr(), stream));
     keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
   if (believed) slots.masked_fill_(slots.eq(hash_table::kSkipped), hash_table::kNoSlot);
-  if (leavers) left_scores = scores_of_tables(group, left_scores, left_tables);
-  return {slots, found, left_ids, left_rows, left_scores, number, left_tables};
+  if (leavers) evicted_scores = scores_of_tables(group, evicted_scores, evicted_tables);
+  return {slots, found, evicted_ids, evicted_rows, evicted_scores, number, evicted_tables};
 }
 
 // Returns (rows, whether each id has a slot).
@@ -237,11 +238,11 @@ std::tuple<at::Tensor, at::Tensor> gather_rows(int64_t handle, const at::Tensor&
       at::empty({n, group.shape().widest}, slots.options().dtype(group.matrix_dtype()));
   const RowMatrix to = matrix_of(rows, group.matrix_type());
   const int64_t* at = slots.const_data_ptr<int64_t>();
-  bool* there = found.data_ptr<bool>();
+  bool* found_out = found.data_ptr<bool>();
   HKV_ON_GROUP(group, kReadRows,
-               hash_table::cpu::gather_rows(group.views(), batch, at, to, there, threads),
+               hash_table::cpu::gather_rows(group.views(), batch, at, to, found_out, threads),
                hash_table::cuda::gather_rows(group.views(), group.only_table(), batch, at, to,
-                                             there, stream));
+                                             found_out, stream));
   return {rows, found};
 }
 
@@ -251,8 +252,8 @@ void write_rows(at::Tensor counters, int64_t handle, const at::Tensor& slots,
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
   check_slots(group, slots, hash_table::kNoSlot);
-  const at::Tensor held = check_rows(group, rows, slots.numel());
-  const RowMatrix from = matrix_of(held, group.matrix_type());
+  const at::Tensor given_tensor = check_rows(group, rows, slots.numel());
+  const RowMatrix from = matrix_of(given_tensor, group.matrix_type());
   group.order().run(kWriteRows, [&] { write(group, slots, from, add, at::Tensor()); });
 }
 
@@ -270,16 +271,16 @@ at::Tensor touch(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   at::Tensor slots = at::empty_like(ids);
   int64_t* out = slots.data_ptr<int64_t>();
   const CountedCall call(group.clock(), std::nullopt);
-  const hash_table::Visit visit = call.visit(given);
+  const hash_table::CallContext context = call.context(given);
   group.order().run(call.use(/*inserts=*/false), [&] {
     HKV_ON_DEVICE(
-        group.device(), hash_table::cpu::age(group.views(), group.aging(), visit, threads);
+        group.device(), hash_table::cpu::age(group.views(), group.aging(), context, threads);
         hash_table::cpu::find(group.views(), batch, out, threads);
-        hash_table::cpu::touch_slots(group.views(), batch, out, visit, threads),
+        hash_table::cpu::touch_slots(group.views(), batch, out, context, threads),
         hash_table::cuda::tick(call.clock(), call.tick(), stream);
-        hash_table::cuda::age(group.views(), group.aging(), visit, stream);
+        hash_table::cuda::age(group.views(), group.aging(), context, stream);
         hash_table::cuda::find(group.views(), group.only_view(), batch, out, stream);
-        hash_table::cuda::touch_slots(group.views(), group.only_table(), batch, out, visit,
+        hash_table::cuda::touch_slots(group.views(), group.only_table(), batch, out, context,
                                       stream));
     keep_last_scores(group, slots, given);
   });
@@ -350,9 +351,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> export_slots(int64_t 
   at::Tensor rows =
       at::empty({n, group.shape().widest}, slots.options().dtype(group.matrix_dtype()));
   at::Tensor states = at::empty({n, group.widest_state()}, slots.options().dtype(at::kFloat));
-  const hash_table::Exported out{ids.data_ptr<int64_t>(), matrix_of(rows, group.matrix_type()),
-                                 reinterpret_cast<uint64_t*>(scores.data_ptr<int64_t>()),
-                                 matrix_of(states, RowType::kFloat32)};
+  const hash_table::ExportedEntries out{ids.data_ptr<int64_t>(),
+                                        matrix_of(rows, group.matrix_type()),
+                                        reinterpret_cast<uint64_t*>(scores.data_ptr<int64_t>()),
+                                        matrix_of(states, RowType::kFloat32)};
   const int64_t* at = slots.const_data_ptr<int64_t>();
   const auto tables = static_cast<int32_t>(group.num_tables());
   HKV_ON_GROUP(group, kReadAll,

@@ -77,7 +77,7 @@ inline void initial_row(const InitialRows& init, int64_t id, uint32_t column, in
   }
 }
 
-constexpr int32_t kMostColumns = 2048;  // of a row; runtime/table_config.cpp refuses more
+constexpr int32_t kMaxColumns = 2048;  // of a row; runtime/table_config.cpp refuses more
 
 // As initial_row, in a row's own type.
 inline void store_initial_row(const InitialRows& init, int64_t id, uint32_t column, int32_t n,
@@ -87,7 +87,7 @@ inline void store_initial_row(const InitialRows& init, int64_t id, uint32_t colu
     return;
   }
   if (type == RowType::kInt8) {
-    float values[kMostColumns];
+    float values[kMaxColumns];
     initial_row(init, id, column, n, values);
     narrow_int8(values, n, row);
     return;

@@ -135,7 +135,7 @@ HKV_HOST_DEVICE int64_t state_layout(const OptimizerConfig& config) {
 struct RowTerms {
   float learning_rate;
   float gradient_scale;     // factor of the gradient after clipping by norm
-  float kept;               // factor of the row after decoupled weight decay
+  float decay_factor;       // factor of the row after decoupled weight decay
   float rate;               // factor of the direction
   float first_correction;   // 1 / (1 - beta1^step)
   float second_correction;  // 1 / sqrt(1 - beta2^step)
@@ -146,7 +146,7 @@ HKV_HOST_DEVICE RowTerms begin_row(const OptimizerConfig& config, float learning
   RowTerms terms;
   terms.learning_rate = learning_rate;
   terms.gradient_scale = 1.0f;
-  terms.kept = 1.0f - learning_rate * config.decoupled_decay;
+  terms.decay_factor = 1.0f - learning_rate * config.decoupled_decay;
   terms.rate = learning_rate;
   terms.first_correction = 1.0f;
   terms.second_correction = 1.0f;
@@ -213,7 +213,7 @@ HKV_HOST_DEVICE bool limits_norm(const OptimizerConfig& config) {
 
 // The new value of a column without state. direction: the result of gradient_of.
 HKV_HOST_DEVICE float moved(const RowTerms& terms, float value, float direction) {
-  return sum_of_products(terms.kept, value, -terms.rate, direction);
+  return sum_of_products(terms.decay_factor, value, -terms.rate, direction);
 }
 
 // Scales the updated row down to max_norm. Called last, if limits_norm; the columns must have no
@@ -223,7 +223,7 @@ HKV_HOST_DEVICE void limit_row(const OptimizerConfig& config, float squares, Row
   const float norm = sqrtf(squares);
   if (!(norm > config.max_norm)) return;
   const float scale = config.max_norm / norm;
-  terms->kept *= scale;
+  terms->decay_factor *= scale;
   terms->rate *= scale;
 }
 

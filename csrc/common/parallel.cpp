@@ -42,7 +42,7 @@ struct Job {
   }
 };
 
-class Pool {
+class ThreadPool {
  public:
   // One call at a time uses the helpers; other calls run alone.
   void run(Job& job, int threads) {
@@ -83,15 +83,15 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
-Pool& pool() {
+ThreadPool& pool() {
   // Never destroyed: its threads wait forever. After a fork the parent's threads do not exist in
   // the child, so the child creates a new pool.
   static std::mutex mutex;
-  static Pool* current = nullptr;
+  static ThreadPool* current = nullptr;
   static pid_t owner = 0;
   std::lock_guard<std::mutex> guard(mutex);
   if (current == nullptr || owner != getpid()) {
-    current = new Pool;
+    current = new ThreadPool;
     owner = getpid();
   }
   return *current;
@@ -112,7 +112,7 @@ void run_on(Runner runner) {
 
 namespace {
 
-void run_ranges(int64_t n, int64_t grain, int threads, bool beside,
+void run_ranges(int64_t n, int64_t grain, int threads, bool concurrent,
                 const std::function<void(int64_t, int64_t)>& body) {
   if (n <= 0) return;
   grain = std::max<int64_t>(grain, 1);
@@ -127,7 +127,7 @@ void run_ranges(int64_t n, int64_t grain, int threads, bool beside,
   job.n = n;
   // A few ranges for each thread balance unequal work.
   job.chunk = std::max(grain, (n + threads * 4 - 1) / (threads * 4));
-  const Runner run = beside ? nullptr : given.run.load();
+  const Runner run = concurrent ? nullptr : given.run.load();
   if (run != nullptr && given.process.load() == getpid()) {
     run(threads, [&job] { job.run(); });
   } else {
@@ -140,12 +140,12 @@ void run_ranges(int64_t n, int64_t grain, int threads, bool beside,
 
 void parallel_for(int64_t n, int64_t grain, int threads,
                   const std::function<void(int64_t, int64_t)>& body) {
-  run_ranges(n, grain, threads, /*beside=*/false, body);
+  run_ranges(n, grain, threads, /*concurrent=*/false, body);
 }
 
 void parallel_for_beside(int64_t n, int64_t grain, int threads,
                          const std::function<void(int64_t, int64_t)>& body) {
-  run_ranges(n, grain, threads, /*beside=*/true, body);
+  run_ranges(n, grain, threads, /*concurrent=*/true, body);
 }
 
 }  // namespace torchrec_hkv

@@ -56,9 +56,9 @@ HKV_HOST_DEVICE float float16_by_chance(float x, uint32_t draw) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   const float added = magnitude < 0x38800000u ? 0x1p-14f : 0.0f;
   const float raised = bits_float(magnitude) + added;
-  const float kept = bits_float((float_bits(raised) + (draw & kDropped)) & ~kDropped) - added;
+  const float truncated = bits_float((float_bits(raised) + (draw & kDropped)) & ~kDropped) - added;
   // 2^16 and above, infinite or NaN
-  return magnitude >= 0x47800000u ? x : bits_float(float_bits(kept) | (bits ^ magnitude));
+  return magnitude >= 0x47800000u ? x : bits_float(float_bits(truncated) | (bits ^ magnitude));
 }
 
 HKV_HOST_DEVICE uint16_t to_float16_by_chance(float x, uint32_t draw) {

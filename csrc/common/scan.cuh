@@ -9,7 +9,7 @@ struct Sum {
     return a + b;
   }
 };
-struct Largest {
+struct Max {
   template <typename T>
   __device__ __forceinline__ T operator()(T a, T b) const {
     return a < b ? b : a;

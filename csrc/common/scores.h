@@ -51,7 +51,7 @@ HKV_HOST_DEVICE StoredScores scores_stored_by(Eviction policy) {
 }
 
 // The maximum of a count; callers get counts as int64.
-constexpr uint64_t kMostCounts = ~0ull >> 1;
+constexpr uint64_t kMaxCounts = ~0ull >> 1;
 
 HKV_HOST_DEVICE uint64_t with_epoch(uint32_t epoch, uint64_t low) {
   return static_cast<uint64_t>(epoch) << 32 | (low > 0xffffffffull ? 0xffffffffull : low);
@@ -78,7 +78,7 @@ HKV_HOST_DEVICE uint64_t next_score(Eviction policy, uint64_t old, uint32_t now,
   switch (policy) {
     case Eviction::kLfu:
     case Eviction::kAgedLfu:
-      return old + given > kMostCounts || old > kMostCounts ? kMostCounts : old + given;
+      return old + given > kMaxCounts || old > kMaxCounts ? kMaxCounts : old + given;
     case Eviction::kEpochLfu:
       return with_epoch(epoch, (old & 0xffffffffull) + with_epoch(0, given));
     default:

@@ -13,24 +13,24 @@ namespace torchrec_hkv {
 // captures both. Each thread has its own streams and events on each device, until the process ends.
 class SideStream {
  public:
-  // beside: the main stream, of the current device. goes_first: blocks of stream() are scheduled
-  // before the main stream's, also in graphs that keep node priorities, as PyTorch's do.
-  explicit SideStream(cudaStream_t beside, bool goes_first = true);
+  // main_stream: the main stream, of the current device. high_priority: blocks of stream() are
+  // scheduled before the main stream's, also in graphs that keep node priorities, as PyTorch's do.
+  explicit SideStream(cudaStream_t main_stream, bool high_priority = true);
   ~SideStream();
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
 
   cudaStream_t stream() const;
   // Makes later launches on the main stream wait for the present work on stream().
-  void hold_other();
+  void delay_main();
   void join();
 
  private:
-  struct Kept;
-  static Kept& kept();
+  struct ThreadStreams;
+  static ThreadStreams& streams();
 
-  const cudaStream_t beside_;
-  Kept& kept_;
+  const cudaStream_t main_stream_;
+  ThreadStreams& streams_;
   const cudaStream_t stream_;
   bool joined_ = false;
 };

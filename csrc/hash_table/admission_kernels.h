@@ -18,16 +18,16 @@ namespace cpu {
 
 // Counts the occurrences of the call, then marks each position that has no slot and whose id is not
 // admitted: slots[i] = kNotAdmitted. The result does not depend on the number of threads.
-void admit(const TableView* tables, const Batch& batch, const Visit& visit,
+void admit(const TableView* tables, const Batch& batch, const CallContext& context,
            const Admissions& admissions, int64_t* slots, int threads);
 
 // Replaces kNotAdmitted by kNoSlot. If evicted ids are returned, the ids that were not admitted are
 // among them.
-void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
+void finish_admission(const TableView* tables, const Batch& batch, const CallContext& context,
                       const Placement& placement, int64_t* slots, int threads);
 
 // Halves the counts of the tables that are due in this call.
-void halve_counts(const Admissions& admissions, const Visit& visit, int threads);
+void halve_counts(const Admissions& admissions, const CallContext& context, int threads);
 
 }  // namespace cpu
 
@@ -39,14 +39,14 @@ size_t admission_scratch(const Admissions& admissions, int64_t num_ids, bool ord
 
 // As on the CPU, except that ids replace each other in full sets in any order, unless `ordered` is
 // set.
-void admit(const TableView* tables, const Batch& batch, const Visit& visit,
+void admit(const TableView* tables, const Batch& batch, const CallContext& context,
            const Admissions& admissions, bool ordered, int64_t* slots, void* scratch,
            cudaStream_t stream);
 
-void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
+void finish_admission(const TableView* tables, const Batch& batch, const CallContext& context,
                       const Placement& placement, int64_t* slots, cudaStream_t stream);
 
-void halve_counts(const Admissions& admissions, const Visit& visit, cudaStream_t stream);
+void halve_counts(const Admissions& admissions, const CallContext& context, cudaStream_t stream);
 
 }  // namespace cuda
 #endif

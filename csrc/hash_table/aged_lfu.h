@@ -19,8 +19,8 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int kFractionBits = 16;
-constexpr uint64_t kMostLogCount = (uint64_t{1} << 52) - 1;  // higher counts rank the same
-constexpr uint64_t kMostHalfLife = (uint64_t{1} << 42) - 1;  // 2^26 steps
+constexpr uint64_t kMaxLogCount = (uint64_t{1} << 52) - 1;  // higher counts rank the same
+constexpr uint64_t kMaxHalfLife = (uint64_t{1} << 42) - 1;  // 2^26 steps
 constexpr uint64_t kInfiniteHalfLife = ~uint64_t{0};
 
 // log2(1 + f) ~ f + .344 f (1 - f).
@@ -35,7 +35,7 @@ HKV_HOST_DEVICE uint32_t log2_of_fraction(uint32_t f) {
 // log2(count) with 16 bits of fraction, truncated; 0 and 1 give 0.
 HKV_HOST_DEVICE uint64_t log2_of_count(uint64_t count) {
   if (count < 2) return 0;
-  if (count > kMostLogCount) count = kMostLogCount;
+  if (count > kMaxLogCount) count = kMaxLogCount;
 #ifdef __CUDA_ARCH__
   const int exponent = 63 - __clzll(static_cast<long long>(count));
 #else
@@ -109,8 +109,8 @@ struct AgedLfu {
 
   HKV_HOST_DEVICE uint64_t half_life_of(double any_c) const {
     const double wanted = any_c * unit;
-    return wanted < static_cast<double>(kMostHalfLife) ? static_cast<uint64_t>(wanted)
-                                                       : kMostHalfLife;
+    return wanted < static_cast<double>(kMaxHalfLife) ? static_cast<uint64_t>(wanted)
+                                                      : kMaxHalfLife;
   }
   // The ranking with another, finite c.
   HKV_HOST_DEVICE Ranking ranking_of(double any_c) const {

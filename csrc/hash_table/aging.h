@@ -22,27 +22,29 @@ struct Aging {
   // expire.
   const uint32_t* expire_after;
   int32_t num_tables;
-  uint32_t most_buckets;         // of one table in one sweep
+  uint32_t max_buckets;          // of one table in one sweep
   const Admissions* admissions;  // in host memory, counts to halve; null: none
   bool ages_counts;              // whether a table uses kAgedLfu, which needs begin_aged_call
 };
 
 namespace cpu {
 
-inline void begin_aged_call(const TableView* tables, int32_t num_tables, const Visit& visit) {
+inline void begin_aged_call(const TableView* tables, int32_t num_tables,
+                            const CallContext& context) {
   for (const TableView* table = tables; table < tables + num_tables; ++table) {
-    if (table->aged != nullptr) table->begin_aged_call(visit.now());
+    if (table->aged != nullptr) table->begin_aged_call(context.now());
   }
 }
 
-inline void age(const TableView* tables, const Aging& aging, const Visit& visit, int threads) {
-  for (int32_t t = 0; t < aging.num_tables; ++t) follow_clock(tables[t], visit.now(), threads);
+inline void age(const TableView* tables, const Aging& aging, const CallContext& context,
+                int threads) {
+  for (int32_t t = 0; t < aging.num_tables; ++t) follow_clock(tables[t], context.now(), threads);
   if (aging.expire_after != nullptr) {
     for (int32_t t = 0; t < aging.num_tables; ++t) {
-      expire(tables[t], sweep_of_call(aging.expire_after[t], visit.now()), visit, threads);
+      expire(tables[t], sweep_of_call(aging.expire_after[t], context.now()), context, threads);
     }
   }
-  if (aging.admissions != nullptr) halve_counts(*aging.admissions, visit, threads);
+  if (aging.admissions != nullptr) halve_counts(*aging.admissions, context, threads);
 }
 
 }  // namespace cpu
@@ -50,13 +52,13 @@ inline void age(const TableView* tables, const Aging& aging, const Visit& visit,
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-inline void age(const TableView* tables, const Aging& aging, const Visit& visit,
+inline void age(const TableView* tables, const Aging& aging, const CallContext& context,
                 cudaStream_t stream) {
   if (aging.expire_after != nullptr) {
-    expire(tables, aging.expire_after, aging.num_tables, /*all=*/false, aging.most_buckets, visit,
+    expire(tables, aging.expire_after, aging.num_tables, /*all=*/false, aging.max_buckets, context,
            stream);
   }
-  if (aging.admissions != nullptr) halve_counts(*aging.admissions, visit, stream);
+  if (aging.admissions != nullptr) halve_counts(*aging.admissions, context, stream);
 }
 
 }  // namespace cuda

@@ -2,11 +2,11 @@
 // of the device that runs the kernels, and only the device knows the step. So a call needs nothing
 // from the host and can be captured in a CUDA graph.
 //
-// A pin keeps the rows of a step whose backward has not run. A place among kMaxPins and a
-// generation identify it; the generation is incremented each time the place is taken. A release
-// gives both. It does nothing if the place has been taken again, so it may be repeated, as a
-// replayed graph does. It also ends earlier pins of its place: the host reports only the last one,
-// and the device may not have seen the others.
+// A pin keeps the rows of a step whose backward has not run. A pin_index among kMaxPins and a
+// generation identify it; the generation is incremented each time the pin_index is taken. A release
+// gives both. It does nothing if the pin_index has been taken again, so it may be repeated, as a
+// replayed graph does. It also ends earlier pins of its pin_index: the host reports only the last
+// one, and the device may not have seen the others.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +33,9 @@ struct Clock {
 // The effect of a call on the clock.
 struct Tick {
   bool counts;                     // the step advances
-  uint64_t released;               // bit i: the pin in place i ends
+  uint64_t released;               // bit i: the pin in pin_index i ends
   uint32_t generations[kMaxPins];  // of the last pins that ended
-  int32_t pin;                     // place of the call's own pin, or -1
+  int32_t pin;                     // pin_index of the call's own pin, or -1
   uint32_t generation;             // of that pin
 };
 
@@ -45,23 +45,23 @@ HKV_HOST_DEVICE uint32_t next_step(uint32_t now, const Tick& tick) {
   return tick.counts && now < kFreeStep ? now + 1 : now;
 }
 
-HKV_HOST_DEVICE void release_pin(Clock& clock, int32_t place, uint32_t generation) {
-  if (clock.generations[place] <= generation) clock.pins[place] = kFreeStep;
+HKV_HOST_DEVICE void release_pin(Clock& clock, int32_t pin_index, uint32_t generation) {
+  if (clock.generations[pin_index] <= generation) clock.pins[pin_index] = kFreeStep;
 }
 
 // Updates one pin and returns its step.
-HKV_HOST_DEVICE uint32_t tick_pin(Clock& clock, const Tick& tick, int32_t place, uint32_t now) {
-  if (tick.released >> place & 1) release_pin(clock, place, tick.generations[place]);
-  if (tick.pin == place) {
-    clock.generations[place] = tick.generation;
-    clock.pins[place] = now;
+HKV_HOST_DEVICE uint32_t tick_pin(Clock& clock, const Tick& tick, int32_t pin_index, uint32_t now) {
+  if (tick.released >> pin_index & 1) release_pin(clock, pin_index, tick.generations[pin_index]);
+  if (tick.pin == pin_index) {
+    clock.generations[pin_index] = tick.generation;
+    clock.pins[pin_index] = now;
   }
-  return clock.pins[place];
+  return clock.pins[pin_index];
 }
 
 // Context of a call that touches ids. Rows touched at or after pinned_from() belong to batches
 // whose backward has not run. They are never evicted.
-struct Visit {
+struct CallContext {
   const Clock* clock;      // constant during the call
   const uint64_t* scores;  // by position, see takes_scores; null: none
 
@@ -77,8 +77,8 @@ namespace cpu {
 
 inline void tick(Clock& clock, const Tick& tick) {
   clock.now = clock.pinned_from = next_step(clock.now, tick);
-  for (int32_t place = 0; place < kMaxPins; ++place) {
-    const uint32_t pinned = tick_pin(clock, tick, place, clock.now);
+  for (int32_t pin_index = 0; pin_index < kMaxPins; ++pin_index) {
+    const uint32_t pinned = tick_pin(clock, tick, pin_index, clock.now);
     if (pinned < clock.pinned_from) clock.pinned_from = pinned;
   }
 }

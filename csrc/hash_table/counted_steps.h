@@ -20,7 +20,7 @@ struct StepWindow {
   using Upper = uint16_t[3];
 
   uint32_t begin;  // the step of distance 0
-  // See CountedSteps::entry.
+  // See CountedSteps::encode.
   uint16_t* high;  // [num_slots], defined where a word says so
   Upper* upper;    // [num_slots], defined where a word or `high` says so
 };
@@ -40,7 +40,7 @@ struct CountedSteps {
   uint32_t* words;  // [num_slots]; null: the table keeps none
   StepWindow* window;
 
-  bool kept() const { return words != nullptr; }
+  bool enabled() const { return words != nullptr; }
   uint32_t begin() const { return window->begin; }
 
   bool is_near(uint32_t step) const { return step - begin() < kWindow; }
@@ -75,62 +75,62 @@ struct CountedSteps {
   // bits with kLongHigh and the others in `upper`. With kIsFar, the word has the low bits of the
   // step itself and, in place of kHasHighCount, one more bit of the count; the 64 bits are the
   // upper bits of the step above those of the count.
-  struct Entry {
+  struct EncodedEntry {
     uint32_t word;
     uint64_t rest;
   };
-  Entry entry(uint32_t step, uint64_t count) const {
-    if (count > kMostCounts) count = kMostCounts;
+  EncodedEntry encode(uint32_t step, uint64_t count) const {
+    if (count > kMaxCounts) count = kMaxCounts;
     const uint32_t low = (static_cast<uint32_t>(count) & kLowCount) << kStepBits;
     const uint64_t high = count >> kCountBits;
     if (is_near(step)) {
       const uint32_t flag = high != 0 ? kHasHighCount : 0;
       const uint64_t rest = high < kLongHigh ? high : high >> 8 << 16 | kLongHigh | (high & 0xff);
-      return Entry{(step - begin()) | low | flag, rest};
+      return EncodedEntry{(step - begin()) | low | flag, rest};
     }
     const uint32_t bit = (high & 1) != 0 ? kHasHighCount : 0;
-    return Entry{kIsFar | bit | low | (step & kDistance),
-                 uint64_t{step >> kStepBits} << kFarCountBits | high >> 1};
+    return EncodedEntry{kIsFar | bit | low | (step & kDistance),
+                        uint64_t{step >> kStepBits} << kFarCountBits | high >> 1};
   }
   // Stores the bits of an entry that are not in its word.
-  void set_rest(int64_t slot, const Entry& its) const {
-    if ((its.word & (kIsFar | kHasHighCount)) == 0) [[likely]]
+  void set_rest(int64_t slot, const EncodedEntry& encoded) const {
+    if ((encoded.word & (kIsFar | kHasHighCount)) == 0) [[likely]]
       return;
-    const auto high = static_cast<uint16_t>(its.rest);
+    const auto high = static_cast<uint16_t>(encoded.rest);
     window->high[slot] = high;
-    if (!has_upper(its.word, high)) return;
+    if (!has_upper(encoded.word, high)) return;
     for (int i = 0; i < 3; ++i) {
-      window->upper[slot][i] = static_cast<uint16_t>(its.rest >> (16 * (i + 1)));
+      window->upper[slot][i] = static_cast<uint16_t>(encoded.rest >> (16 * (i + 1)));
     }
   }
 
-  void set(int64_t slot, uint32_t step, uint64_t count) const { set(slot, entry(step, count)); }
+  void set(int64_t slot, uint32_t step, uint64_t count) const { set(slot, encode(step, count)); }
   void set_count(int64_t slot, uint64_t count) const { set(slot, step(slot), count); }
   void copy(int64_t from, int64_t to) const {
     const uint32_t word = words[from];
     const bool has_rest = (word & (kIsFar | kHasHighCount)) != 0;
-    set(to, Entry{word, has_rest ? rest_of(word, from) : 0});
+    set(to, EncodedEntry{word, has_rest ? rest_of(word, from) : 0});
   }
 
   // Whether a lookup changes the word only.
-  static bool takes(uint32_t word, uint64_t given) {
+  static bool fits_word(uint32_t word, uint64_t given) {
     const uint32_t count = word >> kStepBits & (kIsFar >> kStepBits | kLowCount);
     return given <= kLowCount && count + given <= kLowCount;
   }
   // The word after such a lookup. distance: from the begin of the window to the present step.
-  static uint32_t looked_up(uint32_t word, uint32_t distance, uint64_t given) {
+  static uint32_t word_after_lookup(uint32_t word, uint32_t distance, uint64_t given) {
     return ((word & ~kDistance) | distance) + (static_cast<uint32_t>(given) << kStepBits);
   }
   // The entry after any lookup. word: its word before.
-  Entry looked_up_far(uint32_t word, int64_t slot, uint32_t now, uint64_t given) const {
-    return entry(now, next_score(Eviction::kLfu, count_of(word, slot), 0, 0, given));
+  EncodedEntry entry_after_lookup(uint32_t word, int64_t slot, uint32_t now, uint64_t given) const {
+    return encode(now, next_score(Eviction::kLfu, count_of(word, slot), 0, 0, given));
   }
   // Counts a lookup in the step `now`, which must be in the window.
-  void look_up(int64_t slot, uint32_t now, uint64_t given) const {
-    if (takes(words[slot], given)) [[likely]] {
-      words[slot] = looked_up(words[slot], now - begin(), given);
+  void add_lookup(int64_t slot, uint32_t now, uint64_t given) const {
+    if (fits_word(words[slot], given)) [[likely]] {
+      words[slot] = word_after_lookup(words[slot], now - begin(), given);
     } else {
-      set(slot, looked_up_far(words[slot], slot, now, given));
+      set(slot, entry_after_lookup(words[slot], slot, now, given));
     }
   }
 
@@ -145,15 +145,15 @@ struct CountedSteps {
     for (int i = 0; i < 3; ++i) rest |= uint64_t{window->upper[slot][i]} << (16 * (i + 1));
     return rest;
   }
-  void set(int64_t slot, const Entry& its) const {
-    words[slot] = its.word;
-    set_rest(slot, its);
+  void set(int64_t slot, const EncodedEntry& encoded) const {
+    words[slot] = encoded.word;
+    set_rest(slot, encoded);
   }
 
   static constexpr int kFarCountBits = 64 - (32 - kStepBits);
   static constexpr uint64_t kFarCount = (uint64_t{1} << kFarCountBits) - 1;
-  static_assert(kMostCounts >> (kCountBits + 1) <= kFarCount);
-  static_assert(kMostCounts >> (kCountBits + 8) < uint64_t{1} << 48);
+  static_assert(kMaxCounts >> (kCountBits + 1) <= kFarCount);
+  static_assert(kMaxCounts >> (kCountBits + 8) < uint64_t{1} << 48);
 };
 
 }  // namespace torchrec_hkv::hash_table

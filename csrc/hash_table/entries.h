@@ -50,7 +50,7 @@ struct Selection {
 };
 
 // Exported entries, [n] each.
-struct Exported {
+struct ExportedEntries {
   int64_t* ids;
   RowMatrix rows;
   uint64_t* scores;
@@ -58,7 +58,7 @@ struct Exported {
 };
 
 // Memory for entries that others replaced.
-struct Displaced {
+struct DisplacedEntries {
   int64_t* ids;
   char* rows;
   uint32_t* last_steps;

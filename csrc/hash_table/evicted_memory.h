@@ -20,22 +20,23 @@
 namespace torchrec_hkv::hash_table {
 
 struct EvictedMemory {
-  GlobalPointer<uint16_t> marks;   // [entries], 0: free; null: the table remembers no ids
-  uint64_t entries;                // 1 to 2^32
-  GlobalPointer<uint16_t> halves;  // [entries] halves of counts; null: no counts are remembered
+  GlobalPointer<uint16_t> marks;  // [entries], 0: free; null: the table remembers no ids
+  uint64_t entries;               // 1 to 2^32
+  GlobalPointer<uint16_t>
+      half_counts;  // [entries] halves of counts; null: no counts are remembered
 
-  struct Place {
+  struct MarkPosition {
     uint64_t entry;
     uint16_t mark;  // never 0
   };
-  HKV_HOST_DEVICE Place place_of(int64_t id) const {
+  HKV_HOST_DEVICE MarkPosition mark_position(int64_t id) const {
     const uint64_t hash = mix64(static_cast<uint64_t>(id) ^ 0x1f83d9abfb41bd6bull);
-    return Place{(hash >> 32) * entries >> 32,
-                 static_cast<uint16_t>(((hash & 0xffffffffull) * 65535 >> 32) + 1)};
+    return MarkPosition{(hash >> 32) * entries >> 32,
+                        static_cast<uint16_t>(((hash & 0xffffffffull) * 65535 >> 32) + 1)};
   }
 
   // Half of the count in a score.
-  HKV_HOST_DEVICE static uint16_t half_of(Eviction policy, uint64_t score) {
+  HKV_HOST_DEVICE static uint16_t half_count_of(Eviction policy, uint64_t score) {
     const uint64_t count = policy == Eviction::kEpochLfu ? score & 0xffffffffull : score;
     return static_cast<uint16_t>(count / 2 > 0xffffull ? 0xffffull : count / 2);
   }

@@ -45,14 +45,15 @@ HKV_HOST_DEVICE int64_t sweep_items(const Sweep& sweep, uint32_t num_buckets) {
 
 // Whether an entry expires. Pinned entries never do; on a GPU neither do free slots, whose step is
 // the highest.
-HKV_HOST_DEVICE bool is_expired(const Sweep& sweep, const Visit& visit, uint32_t last_step) {
-  return last_step < visit.pinned_from() && visit.now() - last_step > sweep.expire_after;
+HKV_HOST_DEVICE bool is_expired(const Sweep& sweep, const CallContext& context,
+                                uint32_t last_step) {
+  return last_step < context.pinned_from() && context.now() - last_step > sweep.expire_after;
 }
 
 namespace cpu {
 
 // Frees the slots of a table's expired entries in the buckets of a sweep, and counts them.
-void expire(const TableView& table, const Sweep& sweep, const Visit& visit, int threads);
+void expire(const TableView& table, const Sweep& sweep, const CallContext& context, int threads);
 
 }  // namespace cpu
 
@@ -60,9 +61,9 @@ void expire(const TableView& table, const Sweep& sweep, const Visit& visit, int 
 namespace cuda {
 
 // The same for all tables of a group. expire_after: [num_tables], 0 if entries don't expire. all:
-// sweeps every bucket instead of those of the step's turn. most_buckets: of one table in one sweep.
+// sweeps every bucket instead of those of the step's turn. max_buckets: of one table in one sweep.
 void expire(const TableView* tables, const uint32_t* expire_after, int32_t num_tables, bool all,
-            uint32_t most_buckets, const Visit& visit, cudaStream_t stream);
+            uint32_t max_buckets, const CallContext& context, cudaStream_t stream);
 
 }  // namespace cuda
 #endif

@@ -12,17 +12,18 @@ constexpr int64_t kNarrowState = 16;
 bool sets_serve(int64_t num_slots, int64_t bucket_slots, int64_t sets, int frames_of_set) {
   if (sets < 2 || std::gcd(sets, bucket_slots) > 1) return false;
   const Regions regions = Regions::of(num_slots, sets);
-  return regions.sets * most_slots_of_set(frames_of_set) >= regions.slots;
+  return regions.sets * max_slots_per_set(frames_of_set) >= regions.slots;
 }
 
 // Number of frames in this many bytes of HBM at frame_bytes each, in the largest possible sets; 0
 // if they are too few to serve all slots.
 int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t frame_bytes,
                         int64_t bytes) {
-  for (int of_set = kMostOfSet; of_set >= kFewestOfSet; --of_set) {
-    int64_t sets = bytes <= 0 ? 0 : bytes / (of_set * frame_bytes + kSetBytes);
+  for (int frames_per_set = kMaxFramesPerSet; frames_per_set >= kMinFramesPerSet;
+       --frames_per_set) {
+    int64_t sets = bytes <= 0 ? 0 : bytes / (frames_per_set * frame_bytes + kSetBytes);
     while (std::gcd(sets, bucket_slots) > 1) --sets;
-    if (sets_serve(num_slots, bucket_slots, sets, of_set)) return sets * of_set;
+    if (sets_serve(num_slots, bucket_slots, sets, frames_per_set)) return sets * frames_per_set;
   }
   return 0;
 }
@@ -30,15 +31,17 @@ int64_t frames_that_fit(int64_t num_slots, int64_t bucket_slots, int64_t frame_b
 }  // namespace
 
 int frames_of_set(int64_t num_slots, int64_t bucket_slots, int64_t frames) {
-  for (int of_set = kMostOfSet; of_set >= kFewestOfSet; --of_set) {
-    if (frames % of_set == 0 && sets_serve(num_slots, bucket_slots, frames / of_set, of_set)) {
-      return of_set;
+  for (int frames_per_set = kMaxFramesPerSet; frames_per_set >= kMinFramesPerSet;
+       --frames_per_set) {
+    if (frames % frames_per_set == 0 &&
+        sets_serve(num_slots, bucket_slots, frames / frames_per_set, frames_per_set)) {
+      return frames_per_set;
     }
   }
   return 0;
 }
 
-HbmShare share_that_fits(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
+HbmCapacity hbm_capacity(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
                          int64_t state_bytes, int64_t bytes) {
   if (bytes >= num_slots * (row_bytes + state_bytes)) return {num_slots, false};
   const int64_t states = num_slots * state_bytes;

@@ -3,9 +3,9 @@
 // *frame* of HBM. Then only the frame is up to date, until it is written back.
 //
 // Narrow states, of a few bytes a row, stay in HBM for all slots and never move: the link takes as
-// long for four separate bytes as for a piece of a row. See share_that_fits.
+// long for four separate bytes as for a piece of a row. See hbm_capacity.
 //
-// Frames form sets of four to eight. kSetsOfRegion sets serve a *region* of neighbouring slots. A
+// Frames form sets of four to eight. kSetsPerRegion sets serve a *region* of neighbouring slots. A
 // set serves the slots whose position in the region, modulo the number of sets, is the set's
 // number. The number of sets has no common divisor with the slots of a bucket, so that a set's
 // slots are at all positions of buckets; the first positions fill earlier. Rows that enter a set
@@ -32,19 +32,19 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int64_t kNoFrame = -1;
-constexpr int kFewestOfSet = 4, kMostOfSet = 8;
+constexpr int kMinFramesPerSet = 4, kMaxFramesPerSet = 8;
 // A prime, so it has no common divisor with any bucket's number of slots. In buckets of 64, a set's
 // slots are 39 positions apart, so that even a few of them are spread evenly. If a table has fewer
 // than twice as many sets, all are in one region.
-constexpr int64_t kSetsOfRegion = 103;
+constexpr int64_t kSetsPerRegion = 103;
 // Bits of a tag. The bits above are 0 for a free frame, otherwise 1 + the slot's number in the set.
-constexpr uint32_t kTagDirty = 1, kTagAgain = 2;
+constexpr uint32_t kTagDirty = 1, kTagReused = 2;
 constexpr int kTagFlags = 2;
 // Bytes of a set besides its frames: the tags and the step.
 constexpr int64_t kSetBytes = sizeof(uint64_t) + sizeof(uint32_t);
 
 constexpr int tag_bits(int frames_of_set) { return 64 / frames_of_set; }
-constexpr int64_t most_slots_of_set(int frames_of_set) {
+constexpr int64_t max_slots_per_set(int frames_of_set) {
   return (int64_t{1} << (tag_bits(frames_of_set) - kTagFlags)) - 1;
 }
 
@@ -55,9 +55,9 @@ struct Regions {
   uint32_t sets;  // of each
 
   static Regions of(int64_t num_slots, int64_t num_sets) {
-    const int64_t number = num_sets < 2 * kSetsOfRegion ? 1 : num_sets / kSetsOfRegion;
+    const int64_t number = num_sets < 2 * kSetsPerRegion ? 1 : num_sets / kSetsPerRegion;
     return {number, (num_slots + number - 1) / number,
-            static_cast<uint32_t>(number == 1 ? num_sets : kSetsOfRegion)};
+            static_cast<uint32_t>(number == 1 ? num_sets : kSetsPerRegion)};
   }
 };
 
@@ -70,7 +70,7 @@ struct Frames {
   uint64_t reciprocal;  // 2^64 / region_slots, rounded down
   uint32_t region_sets;
   uint32_t set_reciprocal;  // 2^32 / region_sets, rounded down
-  int32_t frames_of_set;    // kFewestOfSet to kMostOfSet
+  int32_t frames_of_set;    // kMinFramesPerSet to kMaxFramesPerSet
   int32_t bits;             // of a tag
   uint64_t ones;            // the lowest bit of each tag
 
@@ -94,12 +94,12 @@ struct Frames {
   }
 
   // The set of a slot, and the slot's number in it.
-  struct SetPlace {
+  struct SetPosition {
     int64_t set;
     int64_t first;    // first slot of the set
     uint32_t number;  // of the slot, in the set
   };
-  HKV_HOST_DEVICE SetPlace place_in_set(int64_t slot) const {
+  HKV_HOST_DEVICE SetPosition set_position(int64_t slot) const {
 #ifdef __CUDA_ARCH__
     int64_t region = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(slot), reciprocal));
 #else
@@ -111,42 +111,42 @@ struct Frames {
       ++region;
       first += region_slots;
     }
-    const auto place = static_cast<uint32_t>(slot - first);
-    auto number = static_cast<uint32_t>(static_cast<uint64_t>(place) * set_reciprocal >> 32);
-    uint32_t set = place - number * region_sets;
+    const auto way = static_cast<uint32_t>(slot - first);
+    auto number = static_cast<uint32_t>(static_cast<uint64_t>(way) * set_reciprocal >> 32);
+    uint32_t set = way - number * region_sets;
     if (set >= region_sets) {
       set -= region_sets;
       ++number;
     }
-    return SetPlace{region * region_sets + set, first + set, number};
+    return SetPosition{region * region_sets + set, first + set, number};
   }
-  // As place_in_set, for the set's slot number 0, which the table may not have.
-  HKV_HOST_DEVICE SetPlace first_of_set(int64_t set) const {
+  // As set_position, for the set's slot number 0, which the table may not have.
+  HKV_HOST_DEVICE SetPosition first_of_set(int64_t set) const {
     const int64_t region = set / region_sets;
-    return SetPlace{set, region * region_slots + (set - region * region_sets), 0};
+    return SetPosition{set, region * region_slots + (set - region * region_sets), 0};
   }
   // End of the slots of a set's region.
-  HKV_HOST_DEVICE int64_t end_of(const SetPlace& in_set) const {
+  HKV_HOST_DEVICE int64_t end_of(const SetPosition& in_set) const {
     const int64_t end = (in_set.set / region_sets + 1) * region_slots;
     return end < num_slots ? end : num_slots;
   }
   HKV_HOST_DEVICE static bool is_taken(uint32_t tag) { return tag >> kTagFlags != 0; }
   // in_set: of any slot of the set.
-  HKV_HOST_DEVICE int64_t slot_with(const SetPlace& in_set, uint32_t number) const {
+  HKV_HOST_DEVICE int64_t slot_with(const SetPosition& in_set, uint32_t number) const {
     return in_set.first + static_cast<int64_t>(number) * region_sets;
   }
-  HKV_HOST_DEVICE int64_t slot_of(const SetPlace& in_set, uint32_t tag) const {
+  HKV_HOST_DEVICE int64_t slot_of(const SetPosition& in_set, uint32_t tag) const {
     return slot_with(in_set, (tag >> kTagFlags) - 1);
   }
   // The tag of the slot with this number in its set.
   HKV_HOST_DEVICE static uint64_t tag_of(uint32_t number) {
     return static_cast<uint64_t>(number + 1) << kTagFlags;
   }
-  HKV_HOST_DEVICE uint32_t tag_at(uint64_t tags, int place) const {
-    return static_cast<uint32_t>(tags >> place * bits) & ((1u << bits) - 1);
+  HKV_HOST_DEVICE uint32_t tag_at(uint64_t tags, int way) const {
+    return static_cast<uint32_t>(tags >> way * bits) & ((1u << bits) - 1);
   }
   // The frame, in its set, of the slot with this number, or -1.
-  HKV_HOST_DEVICE int place_of(uint64_t tags, uint32_t number) const {
+  HKV_HOST_DEVICE int way_of(uint64_t tags, uint32_t number) const {
     // Compares all tags at once: a matching tag is zero in `other`. Only the lowest result is
     // exact.
     constexpr uint64_t kFlags = (1 << kTagFlags) - 1;
@@ -170,13 +170,11 @@ struct Frames {
   // The frame of a slot, or kNoFrame.
   HKV_HOST_DEVICE int64_t frame_of(int64_t slot) const {
     if (tags == nullptr) return kNoFrame;
-    const SetPlace in_set = place_in_set(slot);
-    const int place = place_of(load_tags(in_set.set), in_set.number);
-    return place < 0 ? kNoFrame : frame_at(in_set.set, place);
+    const SetPosition in_set = set_position(slot);
+    const int way = way_of(load_tags(in_set.set), in_set.number);
+    return way < 0 ? kNoFrame : frame_at(in_set.set, way);
   }
-  HKV_HOST_DEVICE int64_t frame_at(int64_t set, int place) const {
-    return set * frames_of_set + place;
-  }
+  HKV_HOST_DEVICE int64_t frame_at(int64_t set, int way) const { return set * frames_of_set + way; }
 };
 
 // Frames of one set: the largest number that is possible for this number of slots, bucket_slots and
@@ -184,7 +182,7 @@ struct Frames {
 int frames_of_set(int64_t num_slots, int64_t bucket_slots, int64_t frames);
 
 // The rows and states of a table that are in HBM.
-struct HbmShare {
+struct HbmCapacity {
   int64_t slots;    // all slots of the table if they fit; else frames, or 0
   bool all_states;  // whether all slots have their states in HBM, but not all their rows
 };
@@ -192,7 +190,7 @@ struct HbmShare {
 // Divides this many bytes of HBM, without the index. Narrow states of all slots take at most half:
 // if they needed more, rows would be so short or frames so few that states had better move with
 // rows.
-HbmShare share_that_fits(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
+HbmCapacity hbm_capacity(int64_t num_slots, int64_t bucket_slots, int64_t row_bytes,
                          int64_t state_bytes, int64_t bytes);
 
 }  // namespace torchrec_hkv::hash_table

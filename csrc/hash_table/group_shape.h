@@ -14,7 +14,7 @@ enum class WidthClass : int32_t { k32, k64, k128, k256, k512, k1024, kWider };
 constexpr int32_t kWidthClasses = 7;
 
 // Columns of the widest row of a class.
-HKV_HOST_DEVICE constexpr int32_t most_columns(WidthClass width) {
+HKV_HOST_DEVICE constexpr int32_t max_columns(WidthClass width) {
   return width == WidthClass::kWider ? INT32_MAX : 32 << static_cast<int32_t>(width);
 }
 HKV_HOST_DEVICE constexpr WidthClass width_class_of(int32_t dim) {
@@ -43,8 +43,8 @@ struct GroupShape {
   bool float32_rows;       // of all tables
   bool int8_rows = false;  // of some table
   // Number of features if each has a table of its own; 0: some features share a table.
-  int32_t features_apart = 0;
-  int64_t most_slots = 0;                     // of one table, at its full capacity
+  int32_t num_unshared_features = 0;
+  int64_t max_slots = 0;                      // of one table, at its full capacity
   StoredScores scores = StoredScores::kNone;  // what some table stores
   uint32_t row_classes = 0;                   // of its tables, one bit for each row_class_of
 

@@ -6,17 +6,17 @@
 // half of the rest, whose targets are free by then, and so on; bucket 0 is last and gives bucket 1
 // its entries. So there is never a second copy of a row.
 //
-// One kind of entry is misplaced (*astray*) after that. If both hashes of an id give one bucket f,
-// its second bucket is f + 1. Doubling may separate the hashes, so that the id belongs to 2 f and 2
-// f + 1. An entry of f + 1 then waits at its position in 2 f + 2 until all buckets are split, and
-// takes a free slot of those two. There always is one: the two receive at most the entries of f and
-// those astray of f + 1, each no more than one bucket held.
+// One kind of entry is misplaced after that. If both hashes of an id give one bucket
+// f, its second bucket is f + 1. Doubling may separate the hashes, so that the id belongs to 2 f
+// and 2 f + 1. An entry of f + 1 then waits at its position in 2 f + 2 until all buckets are split,
+// and takes a free slot of those two. There always is one: the two receive at most the entries of f
+// and the misplaced ones of f + 1, each no more than one bucket held.
 //
 // On a CPU a table may be in use while some buckets are yet to be split. The last ones are split
 // first: buckets 0 to unsplit - 1 of the old number are yet to be split, buckets 2 * unsplit and up
 // of the new number have been split, and those in between are empty. An id's hashes are scaled by
-// the new number; half of that is its bucket while this is yet to be split. Ids that are astray are
-// then moved as soon as their bucket has been split.
+// the new number; half of that is its bucket while this is yet to be split. Ids that are misplaced
+// are then moved as soon as their bucket has been split.
 #pragma once
 
 #include <cstdint>
@@ -33,10 +33,10 @@ namespace torchrec_hkv::hash_table {
 HKV_HOST_DEVICE uint32_t split_target(const BucketChoice& doubled, uint32_t bucket) {
   if (doubled.first >> 1 == bucket) return doubled.first;
   if (doubled.second >> 1 == bucket) return doubled.second;
-  return bucket << 1;  // astray
+  return bucket << 1;  // misplaced
 }
 
-HKV_HOST_DEVICE bool is_astray(int64_t id, uint32_t bucket, uint32_t num_buckets) {
+HKV_HOST_DEVICE bool is_misplaced(int64_t id, uint32_t bucket, uint32_t num_buckets) {
   const BucketChoice choice = choose_buckets(id, num_buckets);
   return bucket != choice.first && bucket != choice.second;
 }
@@ -90,10 +90,10 @@ int64_t count_entries(const TableView& table, int threads);
 namespace cuda {
 
 // Number of misplaced entries that are listed and moved at once.
-constexpr int64_t kAstrayRoom = 4096;
+constexpr int64_t kMisplacedCapacity = 4096;
 
-// astray: scratch, [kAstrayRoom + 1]. Waits for the stream.
-void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream);
+// misplaced: scratch, [kMisplacedCapacity + 1]. Waits for the stream.
+void split_buckets(const TableView& table, int64_t* misplaced, cudaStream_t stream);
 
 // Adds the number of entries to *number.
 void count_entries(const TableView& table, int64_t* number, cudaStream_t stream);

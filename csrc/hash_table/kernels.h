@@ -40,7 +40,7 @@ void find(const TableView* tables, const Batch& batch, int64_t* slots, int threa
 // as refused. An id that is not admitted gets kNoSlot, too. The state of a new id is zero. found[i]
 // (may be null): whether the id was in the table before. A CPU places ids in the order of the
 // batch, so the slots do not depend on the number of threads.
-void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+void find_or_insert(const TableView* tables, const Batch& batch, const CallContext& context,
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads);
 
@@ -83,7 +83,7 @@ void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slot
 // Touches slots as a hit does; position i of the batch has slots[i], numbered across the tables.
 // kNoSlot is skipped.
 void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 const Visit& visit, int threads);
+                 const CallContext& context, int threads);
 
 // Frees slots, numbered across the tables of a group. kNoSlot is skipped.
 void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
@@ -110,7 +110,7 @@ void select_slots(const TableView* tables, int32_t num_tables, const Selection& 
 // Reads the ids, scores, rows and states at slots, numbered across the tables of a group. No slot
 // may be kNoSlot.
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                  const Exported& out, int threads);
+                  const ExportedEntries& out, int threads);
 
 // Writes the digests of a table whose occupied slots hold these ids (host memory). Returns the
 // number of occupied slots that a find would not return: ids outside their buckets, and duplicates.
@@ -133,7 +133,8 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
 // Inserts entries as new ids. If both buckets are full, an entry replaces the lowest rank if that
 // is lower than its own, and the replaced entry goes to `displaced`; otherwise the entry is counted
 // as one without a slot. None of the ids may be in the table.
-void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced);
+void restore_entries(const TableView& table, const Entries& entries,
+                     const DisplacedEntries& displaced);
 
 // misplaced[i]: whether slots[i] is in none of the buckets that ids[i] has in a table of this
 // geometry, or the id's owner bucket is not in [owner_begin, owner_end).
@@ -173,7 +174,7 @@ void find_or_insert(const TableView* tables, const TableView* only, const Batch&
 void tick(Clock* clock, const Tick& tick, cudaStream_t stream);
 
 // Ends a pin (clock.h).
-void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream);
+void release(Clock* clock, int32_t pin_index, uint32_t generation, cudaStream_t stream);
 
 void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
             char* vectors, cudaStream_t stream);
@@ -199,17 +200,17 @@ void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t
                       cudaStream_t stream);
 
 void touch_slots(const TableView* tables, const TableView* only, const Batch& batch,
-                 const int64_t* slots, const Visit& visit, cudaStream_t stream);
+                 const int64_t* slots, const CallContext& context, cudaStream_t stream);
 
 void erase_slots(const TableView* tables, const TableView* only, int32_t num_tables,
                  const int64_t* slots, int64_t n, cudaStream_t stream);
 
-// most_slots: of one table.
-void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+// max_slots: of one table.
+void select_slots(const TableView* tables, int32_t num_tables, int64_t max_slots,
                   const Selection& selection, bool* chosen, cudaStream_t stream);
 
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                  const Exported& out, cudaStream_t stream);
+                  const ExportedEntries& out, cudaStream_t stream);
 
 void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots, Pooling pooling,
                Output<char> out, const GroupShape& shape, const UpdateHint* hint,
@@ -234,12 +235,13 @@ size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
 
 // The first part of an update, which needs no gradients: groups the positions of equal slots in
 // `scratch`, which must be aligned to 256 bytes. Reads the offsets, and the slot ranges and row
-// types of the tables. weighted: as above. hint: of the group. beside: whether `stream` is that of
-// a SideStream. In a CUDA graph the other stream may then be held until the largest blocks begin.
+// types of the tables. weighted: as above. hint: of the group. side_stream: whether `stream` is
+// that of a SideStream. In a CUDA graph the other stream may then be held until the largest blocks
+// begin.
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          bool weighted, int64_t num_slots, const GroupShape& shape,
                          const UpdateHint* hint, void* scratch, cudaStream_t stream,
-                         SideStream* beside = nullptr);
+                         SideStream* side_stream = nullptr);
 
 // grouping, scratch: the result of group_positions for the same batch, slots and shape; the call
 // overwrites the scratch. hint: of the group, in host memory that the GPU can write.
@@ -262,8 +264,8 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
                      cudaStream_t stream);
 
 // waiting: scratch, [entries.n].
-void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
-                     bool* waiting, cudaStream_t stream);
+void restore_entries(const TableView& table, const Entries& entries,
+                     const DisplacedEntries& displaced, bool* waiting, cudaStream_t stream);
 
 // Scratch of restore_entries_in_order.
 struct RestoreOrder {
@@ -274,12 +276,12 @@ struct RestoreOrder {
 };
 
 // As cpu::restore_entries, in the order of the entries, but the entry that entry i replaces goes to
-// place i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted; places: the index of
-// each before the sort.
+// pin_index i of `displaced`. buckets: the result of entry_buckets, [2 n], sorted; places: the
+// index of each before the sort.
 void entry_buckets(const TableView& table, const Entries& entries, int64_t* buckets,
                    cudaStream_t stream);
 void restore_entries_in_order(const TableView& table, const Entries& entries,
-                              const Displaced& displaced, const int64_t* buckets,
+                              const DisplacedEntries& displaced, const int64_t* buckets,
                               const int64_t* places, const RestoreOrder& order,
                               cudaStream_t stream);
 

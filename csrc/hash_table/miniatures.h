@@ -21,7 +21,7 @@
 namespace torchrec_hkv::hash_table {
 
 constexpr int kMiniatures = 5;
-constexpr int kMostMiniatureSets = 64;
+constexpr int kMaxMiniatureSets = 64;
 constexpr int kMiniatureWays = 64;
 
 // AgedLfu::c of each miniature: LRU, and half-lives up to one that is close to LFU.
@@ -33,7 +33,7 @@ constexpr uint64_t kToleratedPercent = 2;
 constexpr int64_t kMiniatureSetWords = 3 * kMiniatureWays;
 
 // Counters of a table's miniatures.
-struct MiniatureTally {
+struct MiniatureCounters {
   uint64_t hits[kMiniatures];         // of each, since the last choice of c
   uint64_t lookups;                   // seen by each since the last choice
   uint64_t recent_hits[kMiniatures];  // before the last choice; each choice removes a third
@@ -41,11 +41,11 @@ struct MiniatureTally {
   uint64_t evicted;                   // by the first miniature since it was last empty
   uint64_t chosen_at;                 // lookups of the table at the last choice
 };
-constexpr int kMiniatureTallyWords = sizeof(MiniatureTally) / sizeof(uint64_t);
+constexpr int kMiniatureCounterWords = sizeof(MiniatureCounters) / sizeof(uint64_t);
 
 // A position of a batch whose id is in the sample.
 struct SampledId {
-  uint32_t where;  // its table's index times kMostMiniatureSets, plus its set
+  uint32_t where;  // its table's index times kMaxMiniatureSets, plus its set
   uint32_t tag;
   uint32_t given;
 };
@@ -67,13 +67,13 @@ struct MiniatureSize {
     const int64_t sets = slots / (32 * kMiniatureWays);
     const int64_t least = slots < 16 * kMiniatureWays ? 1 : 4;
     const int64_t bounded = sets < least ? least : sets;
-    return {static_cast<uint32_t>(bounded < kMostMiniatureSets ? bounded : kMostMiniatureSets),
+    return {static_cast<uint32_t>(bounded < kMaxMiniatureSets ? bounded : kMaxMiniatureSets),
             static_cast<uint32_t>(slots < kMiniatureWays ? slots : kMiniatureWays)};
   }
   int64_t words() const { return kMiniatures * sets * kMiniatureSetWords; }
   int64_t bytes() const {
     return words() * static_cast<int64_t>(sizeof(uint32_t)) +
-           static_cast<int64_t>(sizeof(MiniatureTally));
+           static_cast<int64_t>(sizeof(MiniatureCounters));
   }
 };
 
@@ -81,17 +81,17 @@ struct MiniatureSize {
 struct Miniatures {
   GlobalPointer<uint32_t>
       entries;  // [kMiniatures][sets][3][kMiniatureWays]; null: the table has none
-  GlobalPointer<MiniatureTally> tally;
+  GlobalPointer<MiniatureCounters> counters;
   MiniatureSize size;
   uint64_t sampled;  // of 2^32 ids
 
-  static Miniatures make(uint32_t* entries, MiniatureTally* tally, int64_t slots) {
+  static Miniatures make(uint32_t* entries, MiniatureCounters* counters, int64_t slots) {
     const MiniatureSize size = MiniatureSize::of(slots);
     const int64_t small = int64_t{size.sets} * size.ways;
     const uint64_t sampled = small >= slots
                                  ? uint64_t{1} << 32
                                  : static_cast<uint64_t>((small << 20) / slots) << (32 - 20);
-    return Miniatures{entries, tally, size, sampled};
+    return Miniatures{entries, counters, size, sampled};
   }
 
   HKV_HOST_DEVICE uint32_t* set_of(int k, uint32_t set) const {
@@ -104,7 +104,7 @@ struct Miniatures {
     const uint64_t hash = miniature_hash(id);
     if (!is_sampled(hash)) return false;
     const auto low = static_cast<uint32_t>(hash);
-    to->where = static_cast<uint32_t>(table) * kMostMiniatureSets +
+    to->where = static_cast<uint32_t>(table) * kMaxMiniatureSets +
                 static_cast<uint32_t>((low * static_cast<uint64_t>(size.sets)) >> 32);
     to->tag = low == 0 ? 1 : low;
     to->given = given > 0xffffffffull ? 0xffffffffu : static_cast<uint32_t>(given);
@@ -114,19 +114,20 @@ struct Miniatures {
   // Called at the start of a call. counted: the table's lookups before it. Chooses c again after as
   // many lookups as the table has slots, once the miniatures have been full for a while.
   HKV_HOST_DEVICE void choose(uint64_t counted, int64_t slots, double* c) const {
-    if (counted - tally->chosen_at < static_cast<uint64_t>(slots)) return;
-    tally->chosen_at = counted;
-    tally->recent_lookups += tally->lookups - tally->recent_lookups / 3;
-    tally->lookups = 0;
+    if (counted - counters->chosen_at < static_cast<uint64_t>(slots)) return;
+    counters->chosen_at = counted;
+    counters->recent_lookups += counters->lookups - counters->recent_lookups / 3;
+    counters->lookups = 0;
     uint64_t best = 0;
     for (int k = 0; k < kMiniatures; ++k) {
-      tally->recent_hits[k] += tally->hits[k] - tally->recent_hits[k] / 3;
-      tally->hits[k] = 0;
-      if (tally->recent_hits[k] > best) best = tally->recent_hits[k];
+      counters->recent_hits[k] += counters->hits[k] - counters->recent_hits[k] / 3;
+      counters->hits[k] = 0;
+      if (counters->recent_hits[k] > best) best = counters->recent_hits[k];
     }
-    if (tally->evicted < static_cast<uint64_t>(size.sets) * size.ways) return;
+    if (counters->evicted < static_cast<uint64_t>(size.sets) * size.ways) return;
     for (int k = 0; k < kMiniatures; ++k) {
-      if (tally->recent_hits[k] * 100 >= best * (100 - kToleratedPercent)) *c = c_of_miniature(k);
+      if (counters->recent_hits[k] * 100 >= best * (100 - kToleratedPercent))
+        *c = c_of_miniature(k);
     }
   }
 };

@@ -8,16 +8,16 @@
 
 namespace torchrec_hkv::hash_table {
 
-// The slot of a position that an insertion skips (Placement::believed).
+// The slot of a position that an insertion skips (Placement::expected_present).
 constexpr int64_t kSkipped = INT64_MAX;
 
 // Entries that an insertion evicts or refuses. Null pointers: not wanted.
-struct Leavers {
+struct EvictedEntries {
   int64_t* ids;
   RowMatrix rows;
   uint64_t* scores;
   uint64_t* number;  // device counter
-  int32_t* tables;   // table index of each leaver; null: not wanted
+  int32_t* tables;   // table index of each entry; null: not wanted
 };
 
 // What an insertion writes to the rows of new ids.
@@ -31,15 +31,15 @@ enum class NewRows : int32_t {
 struct Admissions;  // admission.h
 
 // For groups with frames: what is needed to move rows into them. CUDA only.
-struct MovingRows {
+struct FrameMoves {
   int64_t group_slots = 0;  // 0: no table has frames
   int32_t num_tables = 0;
   // Bytes of the widest row if bulk copies can move all rows; otherwise 0.
   int32_t bulk_bytes = 0;
-  // begin(begin_of) is called after the index is written and before rows move; may be null. Not a
-  // std::function, because every file with kernels would include its header.
+  // begin(begin_context) is called after the index is written and before rows move; may be null.
+  // Not a std::function, because every file with kernels would include its header.
   void (*begin)(const void*) = nullptr;
-  const void* begin_of = nullptr;
+  const void* begin_context = nullptr;
 
   bool any() const { return group_slots > 0; }
   // Lanes of warps copy shorter rows, because they have more copies in flight.
@@ -58,17 +58,17 @@ enum class RefuseLower : uint8_t {
 struct Placement {
   NewRows rows;
   RefuseLower refuse_lower;
-  RowMatrix given_rows;  // rows of the call, by position; read if leavers are wanted
-  Leavers leavers;
+  RowMatrix given_rows;  // rows of the call, by position; read if evicted entries are wanted
+  EvictedEntries evicted_entries;
   // [positions]: whether the caller expects the id in the table before the call, or expects it to
   // be missing. Ids for which that is wrong are skipped: their slot is kSkipped. Null: no id is
   // skipped.
-  const bool* believed = nullptr;
+  const bool* expected_present = nullptr;
   // In host memory; its pointers are to the tables' device. Null: all ids are admitted.
   const Admissions* admissions = nullptr;
-  MovingRows moving{};
+  FrameMoves moving{};
   // Whether most ids are expected at one position only. Only speed depends on it.
-  bool spread = false;
+  bool mostly_unique = false;
   // The scores that tables of the group store.
   StoredScores scores = StoredScores::kSums;
   // Whether a table of the group has miniatures.

@@ -18,20 +18,20 @@ enum SlotChange : uint8_t {
 };
 
 struct SlotChanges {
-  int64_t first;       // slot of position 0
-  int64_t n;           // positions
-  const bool* was;     // [n] whether the slots had entries
-  const bool* marked;  // [n] or null: entries that changed without a lookup
-  uint32_t since;      // entries with this last step or a later one were looked up
-  bool moved;          // entries may have moved: the entry of each occupied slot may be another one
-  uint8_t* changes;    // [n]
+  int64_t first;          // slot of position 0
+  int64_t n;              // positions
+  const bool* had_entry;  // [n] whether the slots had entries
+  const bool* marked;     // [n] or null: entries that changed without a lookup
+  uint32_t since;         // entries with this last step or a later one were looked up
+  bool moved;        // entries may have moved: the entry of each occupied slot may be another one
+  uint8_t* changes;  // [n]
 
   HKV_HOST_DEVICE uint8_t of(uint16_t digest, uint32_t last_step, bool had, bool is_marked) const {
-    const uint8_t is = digest != kEmptyDigest ? kIsThere : 0;
-    const uint8_t before = had ? kWasThere : 0;
-    const uint8_t touched = (last_step >= since || is_marked) && is != 0 ? kIsTouched : 0;
-    const bool differs = is != 0 ? !had || touched != 0 || moved : had;
-    return differs ? is | before | touched : 0;
+    const uint8_t is_occupied = digest != kEmptyDigest ? kIsThere : 0;
+    const uint8_t was_occupied = had ? kWasThere : 0;
+    const uint8_t touched = (last_step >= since || is_marked) && is_occupied != 0 ? kIsTouched : 0;
+    const bool differs = is_occupied != 0 ? !had || touched != 0 || moved : had;
+    return differs ? is_occupied | was_occupied | touched : 0;
   }
 };
 
@@ -61,10 +61,10 @@ struct SlotDifferences {
   std::vector<int64_t> slots;
   std::vector<int64_t> ids;
   std::vector<uint8_t> touched;
-  std::vector<uint8_t> stayed;
+  std::vector<uint8_t> unchanged;
   // Ids that have left their slots.
-  std::vector<int64_t> gone_slots;
-  std::vector<int64_t> gone_ids;
+  std::vector<int64_t> removed_slots;
+  std::vector<int64_t> removed_ids;
 };
 
 }  // namespace torchrec_hkv::hash_table

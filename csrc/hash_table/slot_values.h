@@ -23,8 +23,8 @@ struct ReplicaRecords {
   bool states;      // whether states are there
 
   // Flags: the replica has the id (otherwise the record is 0); it also had it at the last sync.
-  static constexpr uint32_t kIsHere = 1, kWasHere = 2;
-  struct Words {
+  static constexpr uint32_t kIsPresent = 1, kWasPresent = 2;
+  struct Metadata {
     uint32_t last_step;
     uint32_t flags;
   };

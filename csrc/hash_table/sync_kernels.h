@@ -16,7 +16,7 @@ namespace torchrec_hkv::hash_table {
 namespace cpu {
 
 // Finds the changes in some consecutive slots of a table, in one pass over digests and last steps.
-void slot_changes(const TableView& table, const SlotChanges& look, int threads);
+void slot_changes(const TableView& table, const SlotChanges& request, int threads);
 
 // Returns the number of the n results that are not 0, and lists them: slots, counted from `first`
 // and ascending, and results.
@@ -51,17 +51,17 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
 // Merges the records of two replicas, except for the flags. Rows and states become means over the
 // replicas that have the id. For an id that neither had at the last sync, they are means over both:
 // a replica without it contributes the initial row and states of 0. Overwrites the entry at
-// slots[i], which must be that of ids[i]; for kNoSlot the result goes to `own`, which may be
-// overwritten in any case.
-void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
-                   const float* theirs, int threads);
+// slots[i], which must be that of ids[i]; for kNoSlot the result goes to `own_records`, which may
+// be overwritten in any case.
+void merge_records(const TableView& table, const MergedEntries& entries,
+                   const ReplicaRecords& own_records, const float* other_records, int threads);
 
 }  // namespace cpu
 
 #ifdef TORCHREC_HKV_CUDA
 namespace cuda {
 
-void slot_changes(const TableView& table, const SlotChanges& look, cudaStream_t stream);
+void slot_changes(const TableView& table, const SlotChanges& request, cudaStream_t stream);
 
 // contents: in pinned memory.
 void exchange_contents(const SlotContents& contents, const int64_t* slots, const int64_t* ids,

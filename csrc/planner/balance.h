@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "planner/exchange.h"
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 
 namespace torchrec_hkv::planner {
 
@@ -13,7 +13,7 @@ namespace torchrec_hkv::planner {
 // to do, and at most O(s^2 / r).
 //
 // ranks: free memory, at least 0.
-// most_offers: approximate limit of the number of changes that are tried.
-void balance(std::vector<Rank>& ranks, std::vector<Movable>& shards, int64_t most_offers);
+// max_offers: approximate limit of the number of changes that are tried.
+void balance(std::vector<RankState>& ranks, std::vector<MovableShard>& shards, int64_t max_offers);
 
 }  // namespace torchrec_hkv::planner

@@ -6,7 +6,7 @@ namespace torchrec_hkv::planner {
 namespace {
 
 // Number of steps for each rank after which an exchange gives up.
-constexpr int kMostSteps = 8;
+constexpr int kMaxSteps = 8;
 
 // Number of bytes that counts as unlimited. Sums of it fit in 64 bits.
 constexpr int64_t kEndless = int64_t{1} << 60;
@@ -15,25 +15,25 @@ int64_t missing(int64_t hbm, int64_t host) {
   const auto of = [](int64_t free) { return free >= 0 ? 0 : -std::max(free, -kEndless); };
   return of(hbm) + of(host);
 }
-int64_t missing(const Rank& rank) { return missing(rank.hbm, rank.host); }
+int64_t missing(const RankState& rank) { return missing(rank.hbm, rank.host); }
 
-struct Change {
+struct ShardMove {
   int64_t gain = 0;  // reduction of the missing memory
-  Movable* moved = nullptr;
-  Movable* other = nullptr;  // shard that moves the other way; null for none
+  MovableShard* moved = nullptr;
+  MovableShard* other = nullptr;  // shard that moves the other way; null for none
   int to = -1;
 };
 
 // Reduction of the memory that two ranks lack if one gives (hbm, host) bytes to the other.
-int64_t gain_of(const Rank& from, const Rank& to, int64_t hbm, int64_t host) {
+int64_t gain_of(const RankState& from, const RankState& to, int64_t hbm, int64_t host) {
   return missing(from) + missing(to) - missing(added(from.hbm, hbm), added(from.host, host)) -
          missing(subtracted(to.hbm, hbm), subtracted(to.host, host));
 }
 
-Change best_change(int from, std::vector<Rank>& ranks, ByRank& by_rank) {
-  Change best;
+ShardMove best_change(int from, std::vector<RankState>& ranks, ByRank& by_rank) {
+  ShardMove best;
   const int64_t all = missing(ranks[from]);
-  const auto offer = [&](Movable* moved, Movable* other, int to) {
+  const auto offer = [&](MovableShard* moved, MovableShard* other, int to) {
     const int64_t hbm = moved->need->hbm - (other ? other->need->hbm : 0);
     const int64_t host = moved->need->host - (other ? other->need->host : 0);
     const int64_t gain = gain_of(ranks[from], ranks[to], hbm, host);
@@ -48,9 +48,9 @@ Change best_change(int from, std::vector<Rank>& ranks, ByRank& by_rank) {
     return std::max(ranks[a].hbm, ranks[a].host) > std::max(ranks[b].hbm, ranks[b].host);
   });
   for (const int to : others) {
-    for (Movable* moved : by_rank[from]) {
+    for (MovableShard* moved : by_rank[from]) {
       offer(moved, nullptr, to);
-      for (Movable* other : by_rank[to]) offer(moved, other, to);
+      for (MovableShard* other : by_rank[to]) offer(moved, other, to);
       if (best.gain == all) return best;
     }
     if (best.gain > all / 2) break;  // good enough: another rank would take as long again
@@ -60,27 +60,29 @@ Change best_change(int from, std::vector<Rank>& ranks, ByRank& by_rank) {
 
 }  // namespace
 
-void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank) {
-  auto& own = by_rank[shard->rank];
-  own.erase(std::find(own.begin(), own.end(), shard));
-  Rank& before = ranks[shard->rank];
+void move(MovableShard* shard, int to, std::vector<RankState>& ranks, ByRank& by_rank) {
+  auto& shards_of_rank = by_rank[shard->rank];
+  shards_of_rank.erase(std::find(shards_of_rank.begin(), shards_of_rank.end(), shard));
+  RankState& before = ranks[shard->rank];
   before.free(*shard->need, before.time - shard->need->time);
   ranks[to].take(*shard->need);
   by_rank[to].push_back(shard);
   shard->rank = to;
 }
 
-bool exchange(std::vector<Rank>& ranks, std::vector<Movable>& shards) {
+bool exchange(std::vector<RankState>& ranks, std::vector<MovableShard>& shards) {
   ByRank by_rank(ranks.size());
-  for (Movable& shard : shards) {
+  for (MovableShard& shard : shards) {
     if (shard.need->hbm > 0 || shard.need->host > 0) by_rank[shard.rank].push_back(&shard);
   }
-  const auto lacks_less = [](const Rank& a, const Rank& b) { return missing(a) < missing(b); };
-  for (int step = 0; step < kMostSteps * static_cast<int>(ranks.size()); ++step) {
+  const auto lacks_less = [](const RankState& a, const RankState& b) {
+    return missing(a) < missing(b);
+  };
+  for (int step = 0; step < kMaxSteps * static_cast<int>(ranks.size()); ++step) {
     const auto most = std::max_element(ranks.begin(), ranks.end(), lacks_less);
     if (missing(*most) == 0) return true;
     const int from = static_cast<int>(most - ranks.begin());
-    const Change change = best_change(from, ranks, by_rank);
+    const ShardMove change = best_change(from, ranks, by_rank);
     if (change.gain == 0) return false;
     move(change.moved, change.to, ranks, by_rank);
     if (change.other != nullptr) move(change.other, from, ranks, by_rank);

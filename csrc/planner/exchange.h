@@ -3,21 +3,21 @@
 
 #include <vector>
 
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 
 namespace torchrec_hkv::planner {
 
 // A shard that may be on any rank.
-struct Movable {
-  const Need* need;
+struct MovableShard {
+  const ShardNeed* need;
   int rank;
   size_t position;  // index of the shard for the caller
 };
 
-using ByRank = std::vector<std::vector<Movable*>>;
+using ByRank = std::vector<std::vector<MovableShard*>>;
 
 // Moves a shard to another rank.
-void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank);
+void move(MovableShard* shard, int to, std::vector<RankState>& ranks, ByRank& by_rank);
 
 // Moves shards, or swaps two, as long as this reduces the missing memory. Each step makes the best
 // change for the rank that lacks the most, or one that provides half of what it lacks. For s shards
@@ -25,6 +25,6 @@ void move(Movable* shard, int to, std::vector<Rank>& ranks, ByRank& by_rank);
 //
 // ranks: free memory, negative if memory is missing.
 // Returns whether all shards fit.
-bool exchange(std::vector<Rank>& ranks, std::vector<Movable>& shards);
+bool exchange(std::vector<RankState>& ranks, std::vector<MovableShard>& shards);
 
 }  // namespace torchrec_hkv::planner

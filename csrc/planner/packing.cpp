@@ -6,25 +6,26 @@
 
 #include "planner/balance.h"
 #include "planner/exchange.h"
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 #include "planner/units.h"
 
 namespace torchrec_hkv::planner {
 namespace {
 
 // Besides one attempt per unit, a search makes at most this many attempts to place a unit:
-// kMostAttempts for up to kFewUnits units, otherwise kFewerAttempts.
+// kMaxAttempts for up to kFewUnits units, otherwise kFewerAttempts.
 constexpr size_t kFewUnits = 64;
-constexpr int64_t kMostAttempts = 2000, kFewerAttempts = 200;
+constexpr int64_t kMaxAttempts = 2000, kFewerAttempts = 200;
 // Number of changes that are tried to make the slowest rank faster.
-constexpr int64_t kMostOffers = 4'000'000, kFewerOffers = 100'000;
+constexpr int64_t kMaxOffers = 4'000'000, kFewerOffers = 100'000;
 // Shares of all bytes that are placed by memory before the rest is placed by time.
 constexpr double kShares[] = {0.5, 0.9, 0.97, 0.99, 0.999};
 
 // Branch and bound over all assignments.
-class Fastest {
+class FastestSearch {
  public:
-  Fastest(const std::vector<Unit>& units, Sites sites) : units_(units), sites_(std::move(sites)) {}
+  FastestSearch(const std::vector<PlacementUnit>& units, PlacementState state)
+      : units_(units), state_(std::move(state)) {}
 
   std::vector<int> run() {
     go_on();
@@ -33,54 +34,55 @@ class Fastest {
 
  private:
   void go_on() {
-    const double time = sites_.slowest();
+    const double time = state_.slowest();
     if (time >= least_) return;
-    if (sites_.num_placed() == units_.size()) {
+    if (state_.num_placed() == units_.size()) {
       least_ = time;
-      best_ = sites_.taken();
+      best_ = state_.taken();
       return;
     }
-    const Unit& unit = units_[sites_.num_placed()];
-    for (const int site : sites_.all(unit)) {
-      sites_.take(unit, site);
+    const PlacementUnit& unit = units_[state_.num_placed()];
+    for (const int site : state_.all(unit)) {
+      state_.take(unit, site);
       go_on();
-      sites_.free(unit);
+      state_.free(unit);
     }
   }
 
-  const std::vector<Unit>& units_;
-  Sites sites_;
+  const std::vector<PlacementUnit>& units_;
+  PlacementState state_;
   double least_ = std::numeric_limits<double>::infinity();
   std::vector<int> best_;
 };
 
 // Depth-first search in the order of the units. Empty if it fails.
 // is_greedy: out: whether each unit is on its preferred site, so that memory had no influence.
-std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_greedy = nullptr) {
-  struct Step {
+std::vector<int> search(const std::vector<PlacementUnit>& units, PlacementState state,
+                        bool* is_greedy = nullptr) {
+  struct ShardStep {
     bool listed = false;      // whether `others` is set
     std::vector<int> others;  // sites that are not tried yet, the last one first
   };
-  std::vector<Step> steps;
+  std::vector<ShardStep> steps;
   bool back = false;
-  const int64_t more = units.size() <= kFewUnits ? kMostAttempts : kFewerAttempts;
+  const int64_t more = units.size() <= kFewUnits ? kMaxAttempts : kFewerAttempts;
   for (int64_t i = static_cast<int64_t>(units.size()) + more; i > 0; --i) {
     // After a step back the last step has no site.
     const size_t depth = steps.size() - (back ? 1 : 0);
     if (depth == units.size()) {
-      if (is_greedy != nullptr) *is_greedy = !sites.has_passed_over();
-      return sites.taken();
+      if (is_greedy != nullptr) *is_greedy = !state.skipped_preferred();
+      return state.taken();
     }
-    const Unit& unit = units[depth];
+    const PlacementUnit& unit = units[depth];
     int site = -1;
     if (!back) {
       steps.emplace_back();
-      site = sites.first(unit);
+      site = state.first(unit);
     } else {
-      Step& step = steps.back();
+      ShardStep& step = steps.back();
       if (!step.listed) {
         step.listed = true;
-        step.others = sites.all(unit);
+        step.others = state.all(unit);
         std::reverse(step.others.begin(), step.others.end());
         step.others.pop_back();  // this site has been tried
       }
@@ -90,87 +92,89 @@ std::vector<int> search(const std::vector<Unit>& units, Sites sites, bool* is_gr
       }
     }
     if (site >= 0) {
-      sites.take(unit, site);
+      state.take(unit, site);
       back = false;
       continue;
     }
     steps.pop_back();
     if (steps.empty()) return {};
-    sites.free(units[depth - 1]);
+    state.free(units[depth - 1]);
     back = true;
   }
   return {};
 }
 
 // Places units, the largest first, and then exchanges shards that do not fit. Empty if it fails.
-// first: number of units that go where most memory is left. The others go where `sites` prefers.
-std::vector<int> exchanged(const std::vector<Unit>& units, Sites sites, size_t first) {
+// first: number of units that go where most memory is left. The others go where `state` prefers.
+std::vector<int> exchanged(const std::vector<PlacementUnit>& units, PlacementState state,
+                           size_t first) {
   bool all_fit = true;
-  sites.prefer_time(false);
+  state.prefer_time(false);
   for (size_t at = 0; at < units.size(); ++at) {
-    const Unit& unit = units[at];
-    if (at == first) sites.prefer_time(true);
-    const int site = sites.first(unit);
+    const PlacementUnit& unit = units[at];
+    if (at == first) state.prefer_time(true);
+    const int site = state.first(unit);
     if (site >= 0) {
-      sites.take(unit, site);
+      state.take(unit, site);
     } else if (unit.spread == Spread::kAnyRank) {
-      sites.overflow(unit);
+      state.overflow(unit);
       all_fit = false;
     } else {
       return {};
     }
   }
-  std::vector<int> placed = sites.taken();
+  std::vector<int> placed = state.taken();
   if (all_fit) return placed;
-  std::vector<Movable> shards = movable(units, placed);
-  std::vector<Rank> ranks = sites.ranks();
+  std::vector<MovableShard> shards = movable(units, placed);
+  std::vector<RankState> ranks = state.ranks();
   if (!exchange(ranks, shards)) return {};
-  for (const Movable& shard : shards) placed[shard.position] = shard.rank;
+  for (const MovableShard& shard : shards) placed[shard.position] = shard.rank;
   return placed;
 }
 
 // Places units if the ranks with the least time lack memory for some: the units that take the most
 // memory go where most memory is left, and the others where time is least.
-std::vector<int> mixed(const std::vector<Unit>& units, const Sites& sites) {
+std::vector<int> mixed(const std::vector<PlacementUnit>& units, const PlacementState& state) {
   double all = 0;
-  for (const Unit& unit : units) all += static_cast<double>(unit.size);
+  for (const PlacementUnit& unit : units) all += static_cast<double>(unit.size);
   double taken = 0;
   size_t count = 0;
   for (const double share : kShares) {
     while (count < units.size() && taken < share * all) {
       taken += static_cast<double>(units[count++].size);
     }
-    std::vector<int> placed = exchanged(units, sites, count);
+    std::vector<int> placed = exchanged(units, state, count);
     if (!placed.empty()) return placed;
   }
   return {};
 }
 
 // Moves shards as long as the slowest rank becomes faster. Returns its time.
-double balanced(const std::vector<Unit>& units, std::vector<Rank> ranks, int64_t most_offers,
-                std::vector<int>& placed) {
+double balanced(const std::vector<PlacementUnit>& units, std::vector<RankState> ranks,
+                int64_t max_offers, std::vector<int>& placed) {
   auto rank = placed.begin();
-  for (const Unit& unit : units) {
+  for (const PlacementUnit& unit : units) {
     for (size_t i = 0; i < unit.count; ++i) ranks[*rank++].take(unit.needs[i]);
   }
-  std::vector<Movable> shards = movable(units, placed);
-  balance(ranks, shards, most_offers);
-  for (const Movable& shard : shards) placed[shard.position] = shard.rank;
+  std::vector<MovableShard> shards = movable(units, placed);
+  balance(ranks, shards, max_offers);
+  for (const MovableShard& shard : shards) placed[shard.position] = shard.rank;
   double most = 0;
-  for (const Rank& each : ranks) most = std::max(most, each.time);
+  for (const RankState& each : ranks) most = std::max(most, each.time);
   return most;
 }
 
 // The fastest assignment after balancing. To save time, only the assignment that is fastest before
 // is balanced, unless `all` is set.
-std::vector<int> fastest(const std::vector<Unit>& units, const std::vector<Rank>& ranks, bool all,
+std::vector<int> fastest(const std::vector<PlacementUnit>& units,
+                         const std::vector<RankState>& ranks, bool all,
                          std::vector<std::vector<int>> found) {
   std::vector<int> best;
   double least = std::numeric_limits<double>::infinity();
   for (const bool last : {false, true}) {
     for (std::vector<int>& placed : found) {
       if (placed.empty() || (last && !all)) continue;
-      const double time = balanced(units, ranks, last ? kMostOffers : 0, placed);
+      const double time = balanced(units, ranks, last ? kMaxOffers : 0, placed);
       if (time < least) {
         least = time;
         best = placed;
@@ -183,14 +187,15 @@ std::vector<int> fastest(const std::vector<Unit>& units, const std::vector<Rank>
 
 }  // namespace
 
-Parts::Parts(std::vector<Need> shards, Spread spread) : needs(std::move(shards)), spread(spread) {
-  for (const Need& need : needs) {
+Parts::Parts(std::vector<ShardNeed> shards, Spread spread)
+    : needs(std::move(shards)), spread(spread) {
+  for (const ShardNeed& need : needs) {
     hbm = added(hbm, need.hbm);
     host = added(host, need.host);
     time += need.time;
-    most_hbm = std::max(most_hbm, need.hbm);
-    most_host = std::max(most_host, need.host);
-    most_bytes = std::max(most_bytes, added(need.hbm, need.host));
+    max_hbm = std::max(max_hbm, need.hbm);
+    max_host = std::max(max_host, need.host);
+    max_bytes = std::max(max_bytes, added(need.hbm, need.host));
   }
 }
 
@@ -202,11 +207,12 @@ bool Parts::fits_where(const Parts& other) const {
   return true;
 }
 
-std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, int per_host, Effort effort) {
-  std::vector<Rank> ranks;
-  std::vector<Unit> units;
-  if (!make_units(options, rooms, per_host, ranks, units)) return std::nullopt;
+std::optional<ShardPlacement> pack(const std::vector<const Parts*>& options,
+                                   const std::vector<FreeMemory>& free_memory, int per_host,
+                                   PackEffort effort) {
+  std::vector<RankState> ranks;
+  std::vector<PlacementUnit> units;
+  if (!make_units(options, free_memory, per_host, ranks, units)) return std::nullopt;
   double hbm = 0, host = 0;
   for (const Parts* parts : options) {
     if (parts->spread == Spread::kAllRanks) continue;
@@ -214,7 +220,7 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
     host += static_cast<double>(parts->host);
   }
   double has_hbm = 0, has_host = 0;
-  for (const Rank& rank : ranks) {
+  for (const RankState& rank : ranks) {
     if (rank.hbm < 0 || rank.host < 0) return std::nullopt;
     has_hbm += static_cast<double>(rank.hbm);
     has_host += static_cast<double>(rank.host);
@@ -222,12 +228,12 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
   // Sums of doubles are exact up to 2^53 bytes; beyond that, the search decides.
   constexpr double kRounding = 1 + 1e-12;
   if (hbm > has_hbm * kRounding || host > has_host * kRounding) return std::nullopt;
-  const bool has_hosts = need_hosts(units), fast = effort != Effort::kFits;
-  const Sites by_time(ranks, per_host, has_hosts, true);
-  const Sites by_memory(ranks, per_host, has_hosts, false);
+  const bool has_hosts = need_hosts(units), fast = effort != PackEffort::kFits;
+  const PlacementState by_time(ranks, per_host, has_hosts, true);
+  const PlacementState by_memory(ranks, per_host, has_hosts, false);
   std::vector<int> found;
   if (fast && !has_hosts && units.size() <= kFewShards) {
-    found = Fastest(units, by_time).run();
+    found = FastestSearch(units, by_time).run();
   } else {
     bool is_greedy = false;
     if (fast) found = search(units, by_time, &is_greedy);
@@ -238,33 +244,34 @@ std::optional<Placement> pack(const std::vector<const Parts*>& options,
       if (found.empty() && some.empty() && all.empty() && units.size() <= kFewUnits) {
         all = search(units, by_memory);
       }
-      const bool is_last = effort == Effort::kThorough;
+      const bool is_last = effort == PackEffort::kThorough;
       found = fast ? fastest(units, ranks, is_last, {found, some, all}) : all;
     }
   }
   if (found.empty() && !units.empty()) return std::nullopt;
-  Placement placement(options.size());
+  ShardPlacement placement(options.size());
   for (size_t at = 0; at < options.size(); ++at) {
     placement[at].resize(options[at]->needs.size());
     std::iota(placement[at].begin(), placement[at].end(), 0);
   }
   auto rank = found.begin();
-  for (const Unit& unit : units) {
+  for (const PlacementUnit& unit : units) {
     for (size_t i = 0; i < unit.count; ++i) placement[unit.option][unit.shard + i] = *rank++;
   }
   return placement;
 }
 
-Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms) {
+ShardPlacement pack_overfull(const std::vector<const Parts*>& options,
+                             std::vector<FreeMemory>& free_memory) {
   struct Shard {
-    const Need* need;
+    const ShardNeed* need;
     int* rank;
   };
-  Placement placement(options.size());
+  ShardPlacement placement(options.size());
   std::vector<Shard> free;
-  const auto put = [&](const Need& need, size_t rank) {
-    rooms[rank].hbm = subtracted(rooms[rank].hbm, need.hbm);
-    rooms[rank].host = subtracted(rooms[rank].host, need.host);
+  const auto put = [&](const ShardNeed& need, size_t rank) {
+    free_memory[rank].hbm = subtracted(free_memory[rank].hbm, need.hbm);
+    free_memory[rank].host = subtracted(free_memory[rank].host, need.host);
   };
   for (size_t at = 0; at < options.size(); ++at) {
     const Parts& parts = *options[at];
@@ -282,21 +289,21 @@ Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& 
   std::stable_sort(free.begin(), free.end(),
                    [&](const Shard& a, const Shard& b) { return size(a) > size(b); });
   for (const Shard& shard : free) {
-    const auto has_less = [&](const Room& a, const Room& b) {
+    const auto has_less = [&](const FreeMemory& a, const FreeMemory& b) {
       return shard.need->hbm > 0 ? a.hbm < b.hbm : a.host < b.host;
     };
-    const auto most = std::max_element(rooms.begin(), rooms.end(), has_less);
-    *shard.rank = static_cast<int>(most - rooms.begin());
+    const auto most = std::max_element(free_memory.begin(), free_memory.end(), has_less);
+    *shard.rank = static_cast<int>(most - free_memory.begin());
     put(*shard.need, static_cast<size_t>(*shard.rank));
   }
   return placement;
 }
 
-double slowest(const std::vector<const Parts*>& options, const Placement& placement,
+double slowest(const std::vector<const Parts*>& options, const ShardPlacement& placement,
                size_t num_ranks) {
   std::vector<double> times(num_ranks);
   for (size_t at = 0; at < options.size(); ++at) {
-    const std::vector<Need>& needs = options[at]->needs;
+    const std::vector<ShardNeed>& needs = options[at]->needs;
     for (size_t i = 0; i < needs.size(); ++i) {
       times[static_cast<size_t>(placement[at][i])] += needs[i].time;
     }

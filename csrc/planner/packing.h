@@ -8,7 +8,7 @@
 namespace torchrec_hkv::planner {
 
 // The needs of a shard on its rank: bytes of HBM and of host memory, and the time of a step.
-struct Need {
+struct ShardNeed {
   int64_t hbm;
   int64_t host;
   double time;
@@ -25,30 +25,30 @@ enum class Spread {
 
 // The needs of the shards of an option.
 struct Parts {
-  Parts(std::vector<Need> shards, Spread spread);
+  Parts(std::vector<ShardNeed> shards, Spread spread);
 
   // Whether each shard fits where the same shard of `other` fits.
   bool fits_where(const Parts& other) const;
 
-  std::vector<Need> needs;
+  std::vector<ShardNeed> needs;
   Spread spread;
   // Sums over all shards, and values of the largest shard.
   int64_t hbm = 0, host = 0;
-  int64_t most_hbm = 0, most_host = 0, most_bytes = 0;
+  int64_t max_hbm = 0, max_host = 0, max_bytes = 0;
   double time = 0;
 };
 
 // Free memory of the ranks.
-struct Room {
+struct FreeMemory {
   int64_t hbm;
   int64_t host;
 };
 
 // The index of a rank for each shard of each option.
-using Placement = std::vector<std::vector<int>>;
+using ShardPlacement = std::vector<std::vector<int>>;
 
 // The purpose of an assignment: to know whether one exists, to estimate its time, or to use it.
-enum class Effort { kFits, kQuick, kThorough };
+enum class PackEffort { kFits, kQuick, kThorough };
 
 // Assigns each shard to a rank with enough memory; returns nothing if no assignment was found. For
 // kFits, all shards are placed where most memory is left. Otherwise the time of the slowest rank is
@@ -58,19 +58,21 @@ enum class Effort { kFits, kQuick, kThorough };
 // rank becomes faster. The time for kThorough is at most that for kQuick. Blocks of an option are
 // on different hosts as long as there are unused hosts.
 //
-// rooms: free memory of the ranks; ranks of a host are adjacent.
+// free_memory: free memory of the ranks; ranks of a host are adjacent.
 // per_host: number of ranks of a host. Remaining ranks belong to no host.
 constexpr int kFewShards = 6;
-std::optional<Placement> pack(const std::vector<const Parts*>& options,
-                              const std::vector<Room>& rooms, int per_host, Effort effort);
+std::optional<ShardPlacement> pack(const std::vector<const Parts*>& options,
+                                   const std::vector<FreeMemory>& free_memory, int per_host,
+                                   PackEffort effort);
 
 // Assigns each shard, the largest first, to the rank with the most free memory, which may become
 // negative. Shards that must be on one host are not kept together.
-// rooms: free memory of the ranks; in and out.
-Placement overfill(const std::vector<const Parts*>& options, std::vector<Room>& rooms);
+// free_memory: free memory of the ranks; in and out.
+ShardPlacement pack_overfull(const std::vector<const Parts*>& options,
+                             std::vector<FreeMemory>& free_memory);
 
 // The time of a step on the slowest rank.
-double slowest(const std::vector<const Parts*>& options, const Placement& placement,
+double slowest(const std::vector<const Parts*>& options, const ShardPlacement& placement,
                size_t num_ranks);
 
 }  // namespace torchrec_hkv::planner

@@ -4,8 +4,8 @@
 #include <numeric>
 #include <utility>
 
-#include "planner/lacking.h"
-#include "planner/sites.h"
+#include "planner/options_to_spread.h"
+#include "planner/placement_state.h"
 
 namespace torchrec_hkv::planner {
 namespace {
@@ -15,22 +15,27 @@ constexpr int64_t kParts[] = {1, 2, 4, 8, 16, 32};
 // Number of steps from no table to all tables spread as far as possible.
 constexpr size_t kSteps = 24;
 // Number of times that tables are spread further.
-constexpr int kMostSpreads = 64;
+constexpr int kMaxSpreads = 64;
 // After a table is spread further, its largest shard takes at most this part of the previous one.
 constexpr double kSmaller = 0.75;
 
 int64_t bytes(const Parts& parts) { return added(parts.hbm, parts.host); }
 
-class Finder {
+class PatternFinder {
  public:
-  Finder(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms, int per_host,
-         const std::function<bool(const std::vector<int>&)>& fits)
-      : tables_(tables), rooms_(rooms), per_host_(per_host), fits_(fits), order_(tables.size()) {
-    for (const Room& room : rooms) {
-      hbm_ = added(hbm_, room.hbm);
-      host_ = added(host_, room.host);
-      most_hbm_ = std::max(most_hbm_, room.hbm);
-      most_host_ = std::max(most_host_, room.host);
+  PatternFinder(const std::vector<const TableOptions*>& tables,
+                const std::vector<FreeMemory>& free_memory, int per_host,
+                const std::function<bool(const std::vector<int>&)>& fits)
+      : tables_(tables),
+        free_memory_(free_memory),
+        per_host_(per_host),
+        fits_(fits),
+        order_(tables.size()) {
+    for (const FreeMemory& rank_memory : free_memory) {
+      hbm_ = added(hbm_, rank_memory.hbm);
+      host_ = added(host_, rank_memory.host);
+      max_hbm_ = std::max(max_hbm_, rank_memory.hbm);
+      max_host_ = std::max(max_host_, rank_memory.host);
     }
     std::iota(order_.begin(), order_.end(), 0);
     std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) {
@@ -44,7 +49,7 @@ class Finder {
     if (host_ == 0) return false;
     std::vector<size_t> movable;  // the largest table first
     for (const size_t at : order_) {
-      const Choices& table = *tables_[at];
+      const TableOptions& table = *tables_[at];
       if (table.at(table.whole_in_host()).hbm < table.at(table.whole()).hbm) movable.push_back(at);
     }
     std::vector<std::vector<bool>> others;
@@ -66,7 +71,7 @@ class Finder {
     std::vector<bool> moved(tables_.size(), false);
     size_t count = 0;
     int64_t hbm = 0, host = 0;
-    for (const Choices* table : tables_) {
+    for (const TableOptions* table : tables_) {
       hbm = added(hbm, table->at(table->whole()).hbm);
       host = added(host, table->at(table->whole()).host);
     }
@@ -85,13 +90,13 @@ class Finder {
 
   // Options whose shards each take at most a part of a rank's memory.
   std::vector<int> within(int64_t part, const std::vector<bool>& moved) const {
-    const int64_t hbm = most_hbm_ / part, host = most_host_ / part;
+    const int64_t hbm = max_hbm_ / part, host = max_host_ / part;
     std::vector<int> chosen(tables_.size());
     for (size_t at = 0; at < tables_.size(); ++at) {
-      const Choices& table = *tables_[at];
+      const TableOptions& table = *tables_[at];
       if (moved[at]) {
         const Parts& whole = table.at(table.whole_in_host());
-        const bool is_small = whole.most_hbm <= hbm && whole.most_host <= host;
+        const bool is_small = whole.max_hbm <= hbm && whole.max_host <= host;
         chosen[at] = is_small ? table.whole_in_host() : table.spread_in_host();
       } else {
         chosen[at] = table.within(hbm, host);
@@ -110,7 +115,7 @@ class Finder {
       const size_t end = tables_.size() * step / kSteps;
       for (size_t place = 0; place < order_.size(); ++place) {
         const size_t at = order_[place];
-        const Choices& table = *tables_[at];
+        const TableOptions& table = *tables_[at];
         if (moved[at]) {
           chosen[at] = place < end ? table.spread_in_host() : table.whole_in_host();
         } else {
@@ -130,11 +135,12 @@ class Finder {
       hbm = added(hbm, of(at, chosen).hbm);
       host = added(host, of(at, chosen).host);
     }
-    for (int step = 0; step < kMostSpreads; ++step) {
+    for (int step = 0; step < kMaxSpreads; ++step) {
       if (hbm > hbm_ || host > host_) return false;
       std::vector<const Parts*> options(tables_.size());
       for (size_t at = 0; at < tables_.size(); ++at) options[at] = &of(at, chosen);
-      const std::vector<std::vector<size_t>> groups = lacking(options, rooms_, per_host_);
+      const std::vector<std::vector<size_t>> groups =
+          options_to_spread(options, free_memory_, per_host_);
       if (groups.empty()) return offer(chosen);
       bool has_changed = false;
       for (const std::vector<size_t>& group : groups) {
@@ -169,7 +175,7 @@ class Finder {
       const Parts &before = of(at, chosen), &after = tables_[at]->at(option);
       if (after.hbm - before.hbm > hbm || after.host - before.host > host) continue;
       const double price = static_cast<double>(bytes(after) - bytes(before)) /
-                           static_cast<double>(before.most_bytes - after.most_bytes);
+                           static_cast<double>(before.max_bytes - after.max_bytes);
       if (best.second < 0 || price < least) {
         best = {at, option};
         least = price;
@@ -190,61 +196,64 @@ class Finder {
     return hbm <= hbm_ && host <= host_ && fits_(chosen);
   }
 
-  const std::vector<const Choices*>& tables_;
-  const std::vector<Room>& rooms_;
+  const std::vector<const TableOptions*>& tables_;
+  const std::vector<FreeMemory>& free_memory_;
   const int per_host_;
   const std::function<bool(const std::vector<int>&)>& fits_;
   std::vector<size_t> order_;  // the largest table first
   std::vector<int> last_;
   // Memory of all ranks together, and of the largest rank.
-  int64_t hbm_ = 0, host_ = 0, most_hbm_ = 0, most_host_ = 0;
+  int64_t hbm_ = 0, host_ = 0, max_hbm_ = 0, max_host_ = 0;
 };
 
 }  // namespace
 
-Choices::Choices(std::vector<std::shared_ptr<const Parts>> options) : options_(std::move(options)) {
+TableOptions::TableOptions(std::vector<std::shared_ptr<const Parts>> options)
+    : options_(std::move(options)) {
   const auto least = [&](auto key) {
     const auto is_less = [&](const auto& a, const auto& b) { return key(*a) < key(*b); };
     return static_cast<int>(std::min_element(options_.begin(), options_.end(), is_less) -
                             options_.begin());
   };
-  whole_ = least([](const Parts& parts) { return std::pair(bytes(parts), parts.most_bytes); });
-  spread_ = least([](const Parts& parts) { return std::pair(parts.most_bytes, bytes(parts)); });
-  whole_in_host_ = least([](const Parts& parts) { return std::pair(parts.hbm, parts.most_hbm); });
-  spread_in_host_ = least([](const Parts& parts) { return std::pair(parts.most_hbm, parts.hbm); });
+  whole_ = least([](const Parts& parts) { return std::pair(bytes(parts), parts.max_bytes); });
+  spread_ = least([](const Parts& parts) { return std::pair(parts.max_bytes, bytes(parts)); });
+  whole_in_host_ = least([](const Parts& parts) { return std::pair(parts.hbm, parts.max_hbm); });
+  spread_in_host_ = least([](const Parts& parts) { return std::pair(parts.max_hbm, parts.hbm); });
 }
 
-int Choices::within(int64_t hbm, int64_t host) const {
+int TableOptions::within(int64_t hbm, int64_t host) const {
   int found = -1;
   for (int option = 0; option < static_cast<int>(options_.size()); ++option) {
     const Parts& parts = at(option);
-    if (parts.most_hbm > hbm || parts.most_host > host) continue;
-    if (found < 0 || std::pair(bytes(parts), parts.most_bytes) <
-                         std::pair(bytes(at(found)), at(found).most_bytes)) {
+    if (parts.max_hbm > hbm || parts.max_host > host) continue;
+    if (found < 0 || std::pair(bytes(parts), parts.max_bytes) <
+                         std::pair(bytes(at(found)), at(found).max_bytes)) {
       found = option;
     }
   }
   return found < 0 ? spread_ : found;
 }
 
-int Choices::spread_further(int option, bool in_host) const {
-  const Parts& own = at(option);
-  const double most = kSmaller * static_cast<double>(own.most_bytes);
+int TableOptions::spread_further(int option, bool in_host) const {
+  const Parts& current = at(option);
+  const double most = kSmaller * static_cast<double>(current.max_bytes);
   int found = -1;
   for (int other = 0; other < static_cast<int>(options_.size()); ++other) {
     const Parts& parts = at(other);
-    if (static_cast<double>(parts.most_bytes) > most || (in_host && parts.hbm > own.hbm)) continue;
-    if (found < 0 || std::pair(bytes(parts), parts.most_bytes) <
-                         std::pair(bytes(at(found)), at(found).most_bytes)) {
+    if (static_cast<double>(parts.max_bytes) > most || (in_host && parts.hbm > current.hbm))
+      continue;
+    if (found < 0 || std::pair(bytes(parts), parts.max_bytes) <
+                         std::pair(bytes(at(found)), at(found).max_bytes)) {
       found = other;
     }
   }
   return found;
 }
 
-bool find_pattern(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms,
-                  int per_host, const std::function<bool(const std::vector<int>&)>& fits) {
-  return Finder(tables, rooms, per_host, fits).run();
+bool find_pattern(const std::vector<const TableOptions*>& tables,
+                  const std::vector<FreeMemory>& free_memory, int per_host,
+                  const std::function<bool(const std::vector<int>&)>& fits) {
+  return PatternFinder(tables, free_memory, per_host, fits).run();
 }
 
 }  // namespace torchrec_hkv::planner

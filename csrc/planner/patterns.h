@@ -10,10 +10,10 @@
 namespace torchrec_hkv::planner {
 
 // The options of a table, and the most economical ones.
-class Choices {
+class TableOptions {
  public:
   // options: at least one. Among equal options the first is preferred.
-  explicit Choices(std::vector<std::shared_ptr<const Parts>> options);
+  explicit TableOptions(std::vector<std::shared_ptr<const Parts>> options);
 
   const Parts& at(int option) const { return *options_[static_cast<size_t>(option)]; }
   // The option that takes the least memory in total.
@@ -46,7 +46,8 @@ class Choices {
 //
 // per_host: number of ranks of a host.
 // Returns whether a combination was found.
-bool find_pattern(const std::vector<const Choices*>& tables, const std::vector<Room>& rooms,
-                  int per_host, const std::function<bool(const std::vector<int>&)>& fits);
+bool find_pattern(const std::vector<const TableOptions*>& tables,
+                  const std::vector<FreeMemory>& free_memory, int per_host,
+                  const std::function<bool(const std::vector<int>&)>& fits);
 
 }  // namespace torchrec_hkv::planner

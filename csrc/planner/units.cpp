@@ -7,14 +7,14 @@ namespace {
 
 // Adds the units of an option. False if its shards can't be assigned to hosts.
 bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
-               std::vector<Unit>& units) {
-  const Need* needs = parts.needs.data();
+               std::vector<PlacementUnit>& units) {
+  const ShardNeed* needs = parts.needs.data();
   const size_t count = parts.needs.size();
   const int64_t size = std::max(parts.hbm, parts.host);
   if (parts.spread == Spread::kAnyRank) {
     for (size_t i = 0; i < count; ++i) {
-      const int64_t own = std::max(needs[i].hbm, needs[i].host);
-      units.push_back({needs + i, 1, parts.spread, option, i, own});
+      const int64_t size = std::max(needs[i].hbm, needs[i].host);
+      units.push_back({needs + i, 1, parts.spread, option, i, size});
     }
     return true;
   }
@@ -35,9 +35,11 @@ bool add_units(const Parts& parts, size_t option, int num_hosts, int per_host,
 
 }  // namespace
 
-bool make_units(const std::vector<const Parts*>& options, const std::vector<Room>& rooms,
-                int per_host, std::vector<Rank>& ranks, std::vector<Unit>& units) {
-  for (const Room& room : rooms) ranks.push_back({room.hbm, room.host, 0.0});
+bool make_units(const std::vector<const Parts*>& options,
+                const std::vector<FreeMemory>& free_memory, int per_host,
+                std::vector<RankState>& ranks, std::vector<PlacementUnit>& units) {
+  for (const FreeMemory& rank_memory : free_memory)
+    ranks.push_back({rank_memory.hbm, rank_memory.host, 0.0});
   const int num_hosts = static_cast<int>(ranks.size()) / per_host;
   for (size_t at = 0; at < options.size(); ++at) {
     const Parts& parts = *options[at];
@@ -48,19 +50,20 @@ bool make_units(const std::vector<const Parts*>& options, const std::vector<Room
     }
   }
   std::stable_sort(units.begin(), units.end(),
-                   [](const Unit& a, const Unit& b) { return a.size > b.size; });
+                   [](const PlacementUnit& a, const PlacementUnit& b) { return a.size > b.size; });
   return true;
 }
 
-bool need_hosts(const std::vector<Unit>& units) {
+bool need_hosts(const std::vector<PlacementUnit>& units) {
   return std::any_of(units.begin(), units.end(),
-                     [](const Unit& unit) { return unit.spread != Spread::kAnyRank; });
+                     [](const PlacementUnit& unit) { return unit.spread != Spread::kAnyRank; });
 }
 
-std::vector<Movable> movable(const std::vector<Unit>& units, const std::vector<int>& placed) {
-  std::vector<Movable> shards;
+std::vector<MovableShard> movable(const std::vector<PlacementUnit>& units,
+                                  const std::vector<int>& placed) {
+  std::vector<MovableShard> shards;
   size_t position = 0;
-  for (const Unit& unit : units) {
+  for (const PlacementUnit& unit : units) {
     if (unit.spread == Spread::kAnyRank) shards.push_back({unit.needs, placed[position], position});
     position += unit.count;
   }

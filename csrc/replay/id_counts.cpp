@@ -11,9 +11,9 @@ constexpr int64_t kAhead = 16;  // ids whose entries are prefetched
 
 }  // namespace
 
-IdCounts::IdCounts(int64_t most_bytes)
-    : entries_(kLeast, Entry{0, 0}),
-      most_entries_(static_cast<size_t>(most_bytes) / sizeof(Entry)) {}
+IdCounts::IdCounts(int64_t max_bytes)
+    : entries_(kMin, IdCount{0, 0}),
+      max_entries_(static_cast<size_t>(max_bytes) / sizeof(IdCount)) {}
 
 // Returns the index of the entry that holds the id. If none does, returns that of the free entry
 // where the id would be inserted.
@@ -53,11 +53,11 @@ void IdCounts::count(const int64_t* ids, int64_t n, bool* found) {
 }
 
 bool IdCounts::grow() {
-  if (3 * entries_.size() > most_entries_) return false;  // the old entries and the new ones
-  std::vector<Entry> old(2 * entries_.size(), Entry{0, 0});
+  if (3 * entries_.size() > max_entries_) return false;  // the old entries and the new ones
+  std::vector<IdCount> old(2 * entries_.size(), IdCount{0, 0});
   old.swap(entries_);
   new_.clear();
-  for (const Entry& entry : old) {
+  for (const IdCount& entry : old) {
     if (entry.count == 0) continue;
     const size_t at = place_of(entry.id);
     entries_[at] = entry;
@@ -67,7 +67,7 @@ bool IdCounts::grow() {
 }
 
 void IdCounts::entries(int64_t* ids, int64_t* counts) const {
-  for (const Entry& entry : entries_) {
+  for (const IdCount& entry : entries_) {
     if (entry.count == 0) continue;
     *ids++ = entry.id;
     *counts++ = static_cast<int64_t>(entry.count);

@@ -9,8 +9,8 @@ namespace torchrec_hkv::replay {
 
 class IdCounts {
  public:
-  // most_bytes: memory that the map may take, also while it grows.
-  explicit IdCounts(int64_t most_bytes);
+  // max_bytes: memory that the map may take, also while it grows.
+  explicit IdCounts(int64_t max_bytes);
 
   // Counts the ids of a step. found[i]: whether an earlier step had ids[i].
   void count(const int64_t* ids, int64_t n, bool* found);
@@ -22,21 +22,21 @@ class IdCounts {
   void entries(int64_t* ids, int64_t* counts) const;
 
  private:
-  struct Entry {
+  struct IdCount {
     int64_t id;
     uint64_t count;  // 0: free
   };
   // Added to the count of an id that is new in the present step.
   static constexpr uint64_t kNew = uint64_t{1} << 63;
-  static constexpr size_t kLeast = 1024;
+  static constexpr size_t kMin = 1024;
 
   size_t place_of(int64_t id) const;
   bool grow();
 
-  std::vector<Entry> entries_;  // a power of two
-  std::vector<size_t> new_;     // places of the ids that are new in the present step
+  std::vector<IdCount> entries_;  // a power of two
+  std::vector<size_t> new_;       // places of the ids that are new in the present step
   size_t used_ = 0;
-  size_t most_entries_;
+  size_t max_entries_;
   bool overflowed_ = false;
 };
 

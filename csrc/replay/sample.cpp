@@ -4,7 +4,7 @@
 
 namespace torchrec_hkv::replay {
 
-Taken take(const int64_t* ids, int64_t n, int64_t most_counted, int64_t most_sampled, int64_t* bits,
+Taken take(const int64_t* ids, int64_t n, int64_t max_counted, int64_t max_sampled, int64_t* bits,
            int64_t* at, int64_t* sampled) {
   Taken taken{0, 0, 0, 0};
   if (n == 0) return taken;
@@ -16,12 +16,12 @@ Taken take(const int64_t* ids, int64_t n, int64_t most_counted, int64_t most_sam
     high = std::max(high, id);
     bits[counted] = hash;
     at[counted] = i;
-    counted += hash <= most_counted;
+    counted += hash <= max_counted;
   }
   int64_t count = 0;
   for (int64_t i = 0; i < counted; ++i) {
     sampled[count] = i;
-    count += bits[i] <= most_sampled;
+    count += bits[i] <= max_sampled;
   }
   return {counted, count, low, high};
 }

@@ -29,10 +29,10 @@ struct Taken {
   int64_t low, high;  // of all ids; not set without any
 };
 
-// Takes the ids whose hash is at most most_counted, and of these the ones whose hash is at most
-// most_sampled. Writes their hashes to `bits`, their ascending positions to `at`, and the ascending
+// Takes the ids whose hash is at most max_counted, and of these the ones whose hash is at most
+// max_sampled. Writes their hashes to `bits`, their ascending positions to `at`, and the ascending
 // indices of the smaller sample in these to `sampled`. All three have room for n numbers.
-Taken take(const int64_t* ids, int64_t n, int64_t most_counted, int64_t most_sampled, int64_t* bits,
+Taken take(const int64_t* ids, int64_t n, int64_t max_counted, int64_t max_sampled, int64_t* bits,
            int64_t* at, int64_t* sampled);
 
 }  // namespace torchrec_hkv::replay

@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint64_t kFnvBasis = 0xcbf29ce484222325ull, kFnvPrime = 0x100000001b3ull;
 // Most digits of a number of 64 bits.
-constexpr size_t kMostDecimal = 20, kMostHexadecimal = 16;
+constexpr size_t kMaxDecimal = 20, kMaxHexadecimal = 16;
 
 std::string_view trimmed(std::string_view field) {
   if (!field.empty() && field.back() == '\r') field.remove_suffix(1);
@@ -25,7 +25,7 @@ bool parse_number(std::string_view field, TextKind kind, int64_t* value) {
   const bool minus = field.front() == '-';
   if (minus || field.front() == '+') field.remove_prefix(1);
   const bool decimal = kind == TextKind::kInteger;
-  if (field.empty() || field.size() > (decimal ? kMostDecimal : kMostHexadecimal)) return false;
+  if (field.empty() || field.size() > (decimal ? kMaxDecimal : kMaxHexadecimal)) return false;
   uint64_t number = 0;
   const char* const end = field.data() + field.size();
   const auto [stop, error] = std::from_chars(field.data(), end, number, decimal ? 10 : 16);

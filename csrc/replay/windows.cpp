@@ -44,7 +44,7 @@ Window::Window(int64_t length, int64_t cells, bool within_parts)
       within_parts_(within_parts),
       cells_(static_cast<size_t>(cells / 64), 0) {}
 
-void Window::see(const TakenIds& ids, std::vector<int64_t>* occupied) {
+void Window::see(const SelectedIds& ids, std::vector<int64_t>* occupied) {
   const uint64_t mask = cells_.size() * 64 - 1;
   int64_t counted = 0, sampled = 0;
   for (int64_t begin = 0; begin < ids.length;) {

@@ -13,14 +13,14 @@ namespace torchrec_hkv::replay {
 // A set of hashes of ids.
 class HashSet {
  public:
-  HashSet() : slots_(kLeast, 0) {}
+  HashSet() : slots_(kMin, 0) {}
 
   // Whether the hash was added.
   bool add(int64_t hash);
   void clear();
 
  private:
-  static constexpr size_t kLeast = 64;
+  static constexpr size_t kMin = 64;
 
   void grow();
 
@@ -30,7 +30,7 @@ class HashSet {
 };
 
 // Ids of a part of a log that take() took.
-struct TakenIds {
+struct SelectedIds {
   const int64_t* bits;     // [counted]
   const int64_t* at;       // [counted]
   const int64_t* sampled;  // [sampled]
@@ -50,7 +50,7 @@ class Window {
 
   // Counts the next part of the log. Appends the occupied cells of each window that ends to
   // `occupied`.
-  void see(const TakenIds& ids, std::vector<int64_t>* occupied);
+  void see(const SelectedIds& ids, std::vector<int64_t>* occupied);
   // Ends the window, if one has begun.
   void close(std::vector<int64_t>* occupied);
 

@@ -68,17 +68,17 @@ __device__ void copy_lengths(const int64_t* from, int64_t n, int64_t first_id, L
   __shared__ Scan::Storage storage;
   for (int64_t first = 0; first < n; first += kThreads * kBagsOfThread) {
     int64_t sums[kBagsOfThread], all = 0, total;
-    const int64_t own = first + threadIdx.x * kBagsOfThread;
+    const int64_t thread_begin = first + threadIdx.x * kBagsOfThread;
 #pragma unroll
     for (int i = 0; i < kBagsOfThread; ++i) {
-      sums[i] = own + i < n ? from[own + i] : 0;
-      if (own + i < n) lengths[own + i] = static_cast<Length>(sums[i]);
+      sums[i] = thread_begin + i < n ? from[thread_begin + i] : 0;
+      if (thread_begin + i < n) lengths[thread_begin + i] = static_cast<Length>(sums[i]);
       all += sums[i];
     }
     int64_t at = first_id + Scan::before(storage, all, total);
 #pragma unroll
     for (int i = 0; i < kBagsOfThread; ++i) {
-      if (own + i < n) offsets[own + i] = at;
+      if (thread_begin + i < n) offsets[thread_begin + i] = at;
       at += sums[i];
     }
     first_id += total;

@@ -11,7 +11,7 @@ constexpr std::array<Access, 3> kAllWritten{Access::kWrite, Access::kWrite, Acce
 
 // The access that a call needs to each part. A call that touches no part changes the host's
 // knowledge of the index.
-std::array<Access, 3> needs(const Use& use) {
+std::array<Access, 3> needs(const AccessSet& use) {
   std::array<Access, 3> parts = use.parts();
   const bool none =
       std::all_of(parts.begin(), parts.end(), [](Access part) { return part == Access::kNone; });
@@ -25,20 +25,20 @@ bool writes(const std::array<Access, 3>& parts) {
 
 }  // namespace
 
-bool CallLock::others_hold_unchanged(Id thread) const {
+bool CallLock::others_hold_unchanged(ThreadId thread) const {
   return unchanged_.size() > unchanged_.count(thread);
 }
 
-bool CallLock::may_begin(const std::array<Access, 3>& parts, Id thread) const {
-  if (alone_depth_ > 0 && alone_ != thread) return false;
+bool CallLock::may_begin(const std::array<Access, 3>& parts, ThreadId thread) const {
+  if (exclusive_depth_ > 0 && exclusive_thread_ != thread) return false;
   if (writes(parts) && !unchanged_.empty()) {
     // This applies even if the thread also holds the group alone: a hold of the same thread may
     // forbid changes.
     return false;
   }
-  const bool held = alone_depth_ > 0 || !unchanged_.empty();
+  const bool holds_group = exclusive_depth_ > 0 || !unchanged_.empty();
   for (size_t p = 0; p < parts.size(); ++p) {
-    if (parts[p] == Access::kRead && (written_[p] || (waiting_writers_[p] > 0 && !held))) {
+    if (parts[p] == Access::kRead && (written_[p] || (waiting_writers_[p] > 0 && !holds_group))) {
       return false;
     }
     if (parts[p] == Access::kWrite && (written_[p] || readers_[p] > 0)) return false;
@@ -56,8 +56,8 @@ void CallLock::wait(std::unique_lock<std::mutex>& lock, const std::array<Access,
   changed_.notify_all();  // readers that waited for this call may continue with it
 }
 
-CallLock::Call::Call(CallLock& lock, const Use& use) : lock_(lock), parts_(needs(use)) {
-  const Id thread = std::this_thread::get_id();
+CallLock::Call::Call(CallLock& lock, const AccessSet& use) : lock_(lock), parts_(needs(use)) {
+  const ThreadId thread = std::this_thread::get_id();
   std::unique_lock<std::mutex> locked(lock_.mutex_);
   TORCH_CHECK(!writes(parts_) || lock_.unchanged_.count(thread) == 0,
               "a table can't be changed by the thread that is saving or exporting it: change it "
@@ -79,9 +79,9 @@ CallLock::Call::~Call() {
 }
 
 void CallLock::hold(Hold kind) {
-  const Id thread = std::this_thread::get_id();
+  const ThreadId thread = std::this_thread::get_id();
   std::unique_lock<std::mutex> locked(mutex_);
-  const bool is_alone = alone_depth_ > 0 && alone_ == thread;
+  const bool is_alone = exclusive_depth_ > 0 && exclusive_thread_ == thread;
   if (kind == Hold::kUnchanged) {
     // Waits until all writes have ended.
     constexpr std::array<Access, 3> all_read{Access::kRead, Access::kRead, Access::kRead};
@@ -96,22 +96,23 @@ void CallLock::hold(Hold kind) {
     wait(locked, kAllWritten,
          [&] { return !others_hold_unchanged(thread) && may_begin(kAllWritten, thread); });
   }
-  alone_ = thread;
-  ++alone_depth_;
+  exclusive_thread_ = thread;
+  ++exclusive_depth_;
 }
 
 void CallLock::release(Hold kind) {
-  const Id thread = std::this_thread::get_id();
+  const ThreadId thread = std::this_thread::get_id();
   {
     const std::lock_guard<std::mutex> locked(mutex_);
     if (kind == Hold::kUnchanged) {
-      const auto held = unchanged_.find(thread);
-      TORCH_CHECK(held != unchanged_.end(), "this thread does not hold the tables unchanged.");
-      if (--held->second == 0) unchanged_.erase(held);
+      const auto hold_count = unchanged_.find(thread);
+      TORCH_CHECK(hold_count != unchanged_.end(),
+                  "this thread does not hold the tables unchanged.");
+      if (--hold_count->second == 0) unchanged_.erase(hold_count);
     } else {
-      TORCH_CHECK(alone_depth_ > 0 && alone_ == thread,
+      TORCH_CHECK(exclusive_depth_ > 0 && exclusive_thread_ == thread,
                   "this thread does not hold the tables alone.");
-      --alone_depth_;
+      --exclusive_depth_;
     }
   }
   changed_.notify_all();

@@ -1,7 +1,7 @@
 // Decides which calls of a group run at the same time in several host threads. Calls that read a
 // part of the group run together; a call that writes it runs alone. A thread can also hold a group
 // over several calls. `kUnchanged` keeps all threads from changing the group, so that a save sees
-// one state. `kAlone` makes all other threads wait, so that several calls appear as one.
+// one state. `kExclusive` makes all other threads wait, so that several calls appear as one.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ enum class Access : int {
 };
 
 // Access of a call to the parts of a group.
-struct Use {
+struct AccessSet {
   Access index;   // digests, ids, steps, scores, clock, counters
   Access rows;    // rows and states without a pin
   Access pinned;  // rows and states with a pin, which insertions do not touch
@@ -30,19 +30,20 @@ struct Use {
   std::array<Access, 3> parts() const { return {index, rows, pinned}; }
 };
 
-constexpr Use kHostOnly{Access::kNone, Access::kNone, Access::kNone};  // ordered on the host only
-constexpr Use kReadIndex{Access::kRead, Access::kNone, Access::kNone};
-constexpr Use kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
-constexpr Use kReadRows{Access::kNone, Access::kRead, Access::kRead};
-constexpr Use kWriteRows{Access::kNone, Access::kWrite, Access::kWrite};
-constexpr Use kReadPinned{Access::kNone, Access::kNone, Access::kRead};
-constexpr Use kWritePinned{Access::kNone, Access::kNone, Access::kWrite};
-constexpr Use kReadAll{Access::kRead, Access::kRead, Access::kRead};
-constexpr Use kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite};
+constexpr AccessSet kHostOnly{Access::kNone, Access::kNone,
+                              Access::kNone};  // ordered on the host only
+constexpr AccessSet kReadIndex{Access::kRead, Access::kNone, Access::kNone};
+constexpr AccessSet kWriteIndex{Access::kWrite, Access::kNone, Access::kNone};
+constexpr AccessSet kReadRows{Access::kNone, Access::kRead, Access::kRead};
+constexpr AccessSet kWriteRows{Access::kNone, Access::kWrite, Access::kWrite};
+constexpr AccessSet kReadPinned{Access::kNone, Access::kNone, Access::kRead};
+constexpr AccessSet kWritePinned{Access::kNone, Access::kNone, Access::kWrite};
+constexpr AccessSet kReadAll{Access::kRead, Access::kRead, Access::kRead};
+constexpr AccessSet kWriteAll{Access::kWrite, Access::kWrite, Access::kWrite};
 
 enum class Hold : int {
   kUnchanged,
-  kAlone,
+  kExclusive,
 };
 
 class CallLock {
@@ -51,7 +52,7 @@ class CallLock {
   // thread holds the group unchanged and the call would change it.
   class Call {
    public:
-    Call(CallLock& lock, const Use& use);
+    Call(CallLock& lock, const AccessSet& use);
     ~Call();
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
@@ -62,16 +63,16 @@ class CallLock {
   };
 
   // Waits until no other thread conflicts. A thread may hold a group several times, and must
-  // release it as often. Throws for kAlone if the thread holds the group only unchanged.
+  // release it as often. Throws for kExclusive if the thread holds the group only unchanged.
   void hold(Hold kind);
   // Called by the thread that called hold(). Throws if it has no such hold.
   void release(Hold kind);
 
  private:
-  using Id = std::thread::id;
+  using ThreadId = std::thread::id;
 
-  bool may_begin(const std::array<Access, 3>& parts, Id thread) const;
-  bool others_hold_unchanged(Id thread) const;
+  bool may_begin(const std::array<Access, 3>& parts, ThreadId thread) const;
+  bool others_hold_unchanged(ThreadId thread) const;
   // Waits for `ready`. Later readers of a part wait behind those that wait to write it.
   template <typename Ready>
   void wait(std::unique_lock<std::mutex>& lock, const std::array<Access, 3>& parts, Ready&& ready);
@@ -81,9 +82,9 @@ class CallLock {
   std::array<int64_t, 3> readers_{};
   std::array<bool, 3> written_{};
   std::array<int64_t, 3> waiting_writers_{};
-  std::unordered_map<Id, int64_t> unchanged_;  // number of kUnchanged holds by thread
-  Id alone_{};                                 // the thread that holds it alone
-  int64_t alone_depth_ = 0;
+  std::unordered_map<ThreadId, int64_t> unchanged_;  // number of kUnchanged holds by thread
+  ThreadId exclusive_thread_{};                      // the thread that holds it alone
+  int64_t exclusive_depth_ = 0;
 };
 
 }  // namespace torchrec_hkv::runtime

@@ -11,7 +11,7 @@ using hash_table::CountCell;
 using hash_table::kCellsOfSet;
 using hash_table::kSketchRows;
 
-constexpr int64_t kMostCells = int64_t{1} << 32;
+constexpr int64_t kMaxCells = int64_t{1} << 32;
 
 void check_range(const char* what, int64_t value, int64_t least, int64_t most) {
   TORCH_CHECK_VALUE(value >= least && value <= most, "admission: ", what, " is ", value,
@@ -55,11 +55,11 @@ int64_t admission_bytes(const AdmissionConfig& config) {
     check_range("halve_every", config.halve_every, 0, 0xffffffffll);
   }
   if (config.kind == AdmissionKind::kCounted) {
-    check_range("entries", config.entries, 1, kMostCells);
+    check_range("entries", config.entries, 1, kMaxCells);
     return sets_of(config) * kCellsOfSet * static_cast<int64_t>(sizeof(CountCell));
   }
   if (config.kind == AdmissionKind::kSketched) {
-    check_range("sketch_bytes", config.sketch_bytes, 16, 4 * kMostCells);
+    check_range("sketch_bytes", config.sketch_bytes, 16, 4 * kMaxCells);
     return row_words_of(config) * kSketchRows * static_cast<int64_t>(sizeof(uint32_t));
   }
   TORCH_CHECK_VALUE(config.kind == AdmissionKind::kEvery ||

@@ -37,7 +37,7 @@ void Pin::release() {
 #ifdef TORCHREC_HKV_CUDA
   if (in_graph) {
     HKV_ON_DEVICE(clock_->device_, (void)0,
-                  hash_table::cuda::release(clock_->data(), place_, generation_, stream));
+                  hash_table::cuda::release(clock_->data(), index_, generation_, stream));
   }
 #endif
   clock_->end(*this, !in_graph);
@@ -51,14 +51,14 @@ std::shared_ptr<Pin> GroupClock::pin() {
   std::lock_guard<std::mutex> lock(mutex_);
   int waiting = 0, captured_before = 0;
   for (int32_t at = 0; at < kMaxPins; ++at) {
-    Place& place = places_[at];
-    captured_before += place.captured;
-    waiting += place.held && !place.captured;
-    if (place.held || place.captured) continue;
-    place.held = true;
-    ++place.generation;
-    auto pin = std::make_shared<Pin>(shared_from_this(), at, place.generation);
-    place.pin = pin;
+    PinSlot& pin_index = pin_slots_[at];
+    captured_before += pin_index.captured;
+    waiting += pin_index.in_use && !pin_index.captured;
+    if (pin_index.in_use || pin_index.captured) continue;
+    pin_index.in_use = true;
+    ++pin_index.generation;
+    auto pin = std::make_shared<Pin>(shared_from_this(), at, pin_index.generation);
+    pin_index.pin = pin;
     return pin;
   }
   TORCH_CHECK(false, waiting, " lookups of this group wait for their backward, and ",
@@ -69,8 +69,8 @@ std::shared_ptr<Pin> GroupClock::pin() {
 std::shared_ptr<Pin> GroupClock::find(int64_t number) {
   std::shared_ptr<Pin> pin;  // declared before the lock, because its destructor takes the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool held = number >= 0 && places_[number % kMaxPins].held;
-  if (held) pin = places_[number % kMaxPins].pin.lock();
+  const bool in_use = number >= 0 && pin_slots_[number % kMaxPins].in_use;
+  if (in_use) pin = pin_slots_[number % kMaxPins].pin.lock();
   TORCH_CHECK_VALUE(pin != nullptr && pin->number() == number, "pin is ", number,
                     ", but this group holds no such pin; it may have ended with its backward.");
   return pin;
@@ -78,17 +78,17 @@ std::shared_ptr<Pin> GroupClock::find(int64_t number) {
 
 bool GroupClock::captured(const Pin& pin) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return places_[pin.place_].captured;
+  return pin_slots_[pin.index_].captured;
 }
 
-void GroupClock::end(const Pin& pin, bool noted) {
+void GroupClock::end(const Pin& pin, bool reported) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Place& place = places_[pin.place_];
-  if (!place.held || place.generation != pin.generation_) return;  // has already ended
-  place.held = false;
-  if (!noted) return;
-  released_ |= uint64_t{1} << pin.place_;
-  released_generations_[pin.place_] = pin.generation_;
+  PinSlot& pin_index = pin_slots_[pin.index_];
+  if (!pin_index.in_use || pin_index.generation != pin.generation_) return;  // has already ended
+  pin_index.in_use = false;
+  if (!reported) return;
+  released_ |= uint64_t{1} << pin.index_;
+  released_generations_[pin.index_] = pin.generation_;
 }
 
 Tick GroupClock::next(const std::optional<int64_t>& pin, bool counts) {
@@ -106,7 +106,7 @@ Tick GroupClock::next(const std::optional<int64_t>& pin, bool counts) {
   std::copy(released_generations_.begin(), released_generations_.end(), tick.generations);
   if (capturing) {
     // Released pins stay in the list: the graph may be replayed late or never.
-    if (pin) places_[tick.pin].captured = true;
+    if (pin) pin_slots_[tick.pin].captured = true;
     return tick;
   }
   released_ = 0;
@@ -123,7 +123,8 @@ int64_t GroupClock::first_open_step() {
   bool waiting = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const Place& place : places_) waiting = waiting || place.held || place.captured;
+    for (const PinSlot& pin_index : pin_slots_)
+      waiting = waiting || pin_index.in_use || pin_index.captured;
   }
   const at::Tensor copy = clock_.cpu();
   const auto* clock = static_cast<const Clock*>(copy.const_data_ptr());
@@ -147,8 +148,8 @@ void GroupClock::set(int64_t now) {
                     ", but must be from 0 to 2^32 - 1.");
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto waiting = std::count_if(places_.begin(), places_.end(),
-                                       [](const Place& place) { return place.held; });
+    const auto waiting = std::count_if(pin_slots_.begin(), pin_slots_.end(),
+                                       [](const PinSlot& pin_index) { return pin_index.in_use; });
     TORCH_CHECK_VALUE(waiting == 0, "a table can't be loaded while the backward of ", waiting,
                       " lookups has not run: run it, or delete the outputs, first.");
   }

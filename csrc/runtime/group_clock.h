@@ -20,15 +20,15 @@ class GroupClock;
 // or when the last reference is dropped.
 class Pin {
  public:
-  Pin(std::shared_ptr<GroupClock> clock, int32_t place, uint32_t generation)
-      : clock_(std::move(clock)), place_(place), generation_(generation) {}
+  Pin(std::shared_ptr<GroupClock> clock, int32_t pin_index, uint32_t generation)
+      : clock_(std::move(clock)), index_(pin_index), generation_(generation) {}
   ~Pin();
   Pin(const Pin&) = delete;
   Pin& operator=(const Pin&) = delete;
 
   // The number by which ops name the pin. Unique in a group.
   int64_t number() const {
-    return static_cast<int64_t>(generation_) * hash_table::kMaxPins + place_;
+    return static_cast<int64_t>(generation_) * hash_table::kMaxPins + index_;
   }
   // Called when the work that needs the pin has been enqueued.
   void release();
@@ -39,7 +39,7 @@ class Pin {
  private:
   friend class GroupClock;
   const std::shared_ptr<GroupClock> clock_;
-  const int32_t place_;
+  const int32_t index_;
   const uint32_t generation_;
   std::atomic<int64_t> growths_ = 0;
 };
@@ -70,10 +70,10 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   friend class Pin;
   friend class CountedCall;
 
-  struct Place {
+  struct PinSlot {
     uint32_t generation = 0;
     std::weak_ptr<Pin> pin;  // the place is free if the pin is expired or released
-    bool held = false;
+    bool in_use = false;
     bool captured = false;  // a CUDA graph takes the pin in each replay: never free again
   };
 
@@ -83,13 +83,13 @@ class GroupClock : public std::enable_shared_from_this<GroupClock> {
   // The tick of the next call. Clears the list of released pins.
   hash_table::Tick next(const std::optional<int64_t>& pin, bool counts);
   bool captured(const Pin& pin);
-  // noted: whether the next counted call reports the end to the device.
-  void end(const Pin& pin, bool noted);
+  // reported: whether the next counted call reports the end to the device.
+  void end(const Pin& pin, bool reported);
 
   const at::Device device_;
   const at::Tensor clock_;  // the bytes of a Clock
   mutable std::mutex mutex_;
-  std::array<Place, hash_table::kMaxPins> places_;
+  std::array<PinSlot, hash_table::kMaxPins> pin_slots_;
   uint64_t released_ = 0;  // places whose pins ended since the last counted call
   std::array<uint32_t, hash_table::kMaxPins> released_generations_{};
   int64_t counted_ = 0;  // the device's step, without replays of graphs
@@ -103,14 +103,14 @@ class CountedCall {
   // counts: false if the call belongs to the current step and only ends pins.
   CountedCall(GroupClock& clock, const std::optional<int64_t>& pin, bool counts = true);
 
-  hash_table::Visit visit(const uint64_t* scores) const {
-    return hash_table::Visit{on_cpu_ ? &snapshot_ : clock_, scores};
+  hash_table::CallContext context(const uint64_t* scores) const {
+    return hash_table::CallContext{on_cpu_ ? &snapshot_ : clock_, scores};
   }
   // Rows of pins that end may be replaced, so work that needs them must come first. Rows of other
   // pins stay in place, so their lookups and backwards need not wait for the call.
-  Use use(bool inserts) const {
-    return Use{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
-               tick_.released != 0 ? Access::kFollow : Access::kNone};
+  AccessSet use(bool inserts) const {
+    return AccessSet{Access::kWrite, inserts ? Access::kWrite : Access::kNone,
+                     tick_.released != 0 ? Access::kFollow : Access::kNone};
   }
   hash_table::Clock* clock() const { return clock_; }
   const hash_table::Tick& tick() const { return tick_; }

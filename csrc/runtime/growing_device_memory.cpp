@@ -72,15 +72,16 @@ const Driver& driver() {
 
 class GrowingDeviceMemory : public GrowingMemory {
  public:
-  GrowingDeviceMemory(int64_t most_bytes, c10::Device device) : GrowingMemory(device) {
+  GrowingDeviceMemory(int64_t max_bytes, c10::Device device) : GrowingMemory(device) {
     const c10::OptionalDeviceGuard guard(device);
     HKV_CUDA_CHECK(cudaFree(nullptr));  // creates the device's context, if necessary
     properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     properties_.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     properties_.location.id = device.index();
-    driver().check(driver().granularity(&piece_, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
-                   "learn the granularity of", most_bytes);
-    reserved_ = to_pieces(most_bytes);
+    driver().check(
+        driver().granularity(&chunk_bytes_, &properties_, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+        "learn the granularity of", max_bytes);
+    reserved_ = to_chunks(max_bytes);
     if (reserved_ == 0) return;
     driver().check(driver().reserve(&address_, static_cast<size_t>(reserved_), 0, 0, 0),
                    "reserve addresses for", reserved_);
@@ -90,7 +91,7 @@ class GrowingDeviceMemory : public GrowingMemory {
   ~GrowingDeviceMemory() override {
     if (reserved_ == 0 || data_ == nullptr) return;
     after_device(device_, [this] {
-      for (const Piece& piece : pieces_) {
+      for (const MappedChunk& piece : chunks_) {
         driver().unmap(address_ + piece.first, piece.bytes);
         driver().release(piece.handle);
       }
@@ -99,14 +100,14 @@ class GrowingDeviceMemory : public GrowingMemory {
   }
 
   void grow(int64_t bytes) override {
-    const int64_t wanted = to_pieces(bytes);
+    const int64_t wanted = to_chunks(bytes);
     if (wanted <= bytes_) return;
     TORCH_CHECK(wanted <= reserved_, "memory grows to ", wanted, " bytes, but ", reserved_,
                 " were reserved.");
     const c10::OptionalDeviceGuard guard(device_);
-    pieces_.reserve(pieces_.size() +
+    chunks_.reserve(chunks_.size() +
                     1);  // nothing may fail between the mapping and its registration
-    Piece piece{0, static_cast<CUdeviceptr>(bytes_), static_cast<size_t>(wanted - bytes_)};
+    MappedChunk piece{0, static_cast<CUdeviceptr>(bytes_), static_cast<size_t>(wanted - bytes_)};
     CUresult status = driver().create(&piece.handle, piece.bytes, &properties_, 0);
     if (status == CUDA_ERROR_OUT_OF_MEMORY) {
       c10::cuda::CUDACachingAllocator::emptyCache();  // PyTorch may hold unused memory
@@ -127,33 +128,33 @@ class GrowingDeviceMemory : public GrowingMemory {
       driver().release(piece.handle);
       driver().check(status, "open", static_cast<int64_t>(piece.bytes));
     }
-    pieces_.push_back(piece);
+    chunks_.push_back(piece);
     bytes_ = wanted;
   }
 
  private:
-  struct Piece {
+  struct MappedChunk {
     CUmemGenericAllocationHandle handle;
     CUdeviceptr first;  // from the beginning
     size_t bytes;
   };
 
-  int64_t to_pieces(int64_t bytes) const {
-    const auto piece = static_cast<int64_t>(piece_);
+  int64_t to_chunks(int64_t bytes) const {
+    const auto piece = static_cast<int64_t>(chunk_bytes_);
     return (bytes + piece - 1) / piece * piece;
   }
 
   CUmemAllocationProp properties_{};
-  size_t piece_ = 0;
+  size_t chunk_bytes_ = 0;
   int64_t reserved_ = 0;
   CUdeviceptr address_ = 0;
-  std::vector<Piece> pieces_;
+  std::vector<MappedChunk> chunks_;
 };
 
 }  // namespace
 
-std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t most_bytes, c10::Device device) {
-  return std::make_shared<GrowingDeviceMemory>(most_bytes, device);
+std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t max_bytes, c10::Device device) {
+  return std::make_shared<GrowingDeviceMemory>(max_bytes, device);
 }
 
 }  // namespace torchrec_hkv::runtime

@@ -58,13 +58,13 @@ int64_t HostAddresses::bytes_for(int64_t bytes, int64_t arrays) {
   return bytes + arrays * to_pages(1);
 }
 
-GrowingHostMemory::GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t most_bytes)
-    : GrowingMemory(c10::kCPU), addresses_(std::move(addresses)), reserved_(to_pages(most_bytes)) {
-  if (reserved_ > 0) data_ = addresses_->take(most_bytes);
+GrowingHostMemory::GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t max_bytes)
+    : GrowingMemory(c10::kCPU), addresses_(std::move(addresses)), reserved_(to_pages(max_bytes)) {
+  if (reserved_ > 0) data_ = addresses_->take(max_bytes);
 }
 
-GrowingHostMemory::GrowingHostMemory(int64_t most_bytes)
-    : GrowingHostMemory(std::make_shared<HostAddresses>(most_bytes), most_bytes) {}
+GrowingHostMemory::GrowingHostMemory(int64_t max_bytes)
+    : GrowingHostMemory(std::make_shared<HostAddresses>(max_bytes), max_bytes) {}
 
 void GrowingHostMemory::grow(int64_t bytes) {
   const int64_t wanted = to_pages(bytes);
@@ -93,8 +93,8 @@ void populate_host(char* data, int64_t bytes) {
 
 #ifdef TORCHREC_HKV_CUDA
 
-GrowingPinnedMemory::GrowingPinnedMemory(int64_t most_bytes, c10::Device device)
-    : GrowingMemory(c10::kCPU), host_(most_bytes), gpu_(device) {
+GrowingPinnedMemory::GrowingPinnedMemory(int64_t max_bytes, c10::Device device)
+    : GrowingMemory(c10::kCPU), host_(max_bytes), gpu_(device) {
   data_ = host_.data();
   int same_address = 0;
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem,
@@ -129,17 +129,17 @@ void GrowingPinnedMemory::grow(int64_t bytes) {
 
 #endif
 
-std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_bytes,
+std::shared_ptr<GrowingMemory> make_growing_memory(MemoryLocation location, int64_t max_bytes,
                                                    c10::Device device) {
-  switch (place) {
+  switch (location) {
 #ifdef TORCHREC_HKV_CUDA
-    case Place::kShared:
-      return make_growing_memory_for_gpu(most_bytes, device);
-    case Place::kDevice:
-      return make_growing_device_memory(most_bytes, device);
+    case MemoryLocation::kShared:
+      return make_growing_memory_for_gpu(max_bytes, device);
+    case MemoryLocation::kDevice:
+      return make_growing_device_memory(max_bytes, device);
 #endif
-    case Place::kHost:
-      return std::make_shared<GrowingHostMemory>(most_bytes);
+    case MemoryLocation::kHost:
+      return std::make_shared<GrowingHostMemory>(max_bytes);
     default:
       TORCH_CHECK(false, "this build of torchrec_hkv has no CUDA kernels, but memory for ", device,
                   " was asked for.");

@@ -39,8 +39,8 @@ class HostAddresses {
 class GrowingHostMemory : public GrowingMemory {
  public:
   // The memory has its own addresses, or the next addresses for several arrays.
-  explicit GrowingHostMemory(int64_t most_bytes);
-  GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t most_bytes);
+  explicit GrowingHostMemory(int64_t max_bytes);
+  GrowingHostMemory(std::shared_ptr<HostAddresses> addresses, int64_t max_bytes);
   void grow(int64_t bytes) override;
 
  private:
@@ -58,7 +58,7 @@ void populate_host(char* data, int64_t bytes);
 // total cost.
 class GrowingPinnedMemory : public GrowingMemory {
  public:
-  GrowingPinnedMemory(int64_t most_bytes, c10::Device device);
+  GrowingPinnedMemory(int64_t max_bytes, c10::Device device);
   ~GrowingPinnedMemory() override;
   void grow(int64_t bytes) override;
 
@@ -82,10 +82,10 @@ void after_device(c10::Device device, const Release& release) {
 
 // In growing_managed_memory.cpp: managed memory, or pinned memory if the host must not touch the
 // GPU's managed memory while kernels run.
-std::shared_ptr<GrowingMemory> make_growing_memory_for_gpu(int64_t most_bytes, c10::Device gpu);
+std::shared_ptr<GrowingMemory> make_growing_memory_for_gpu(int64_t max_bytes, c10::Device gpu);
 
 // In growing_device_memory.cpp.
-std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t most_bytes, c10::Device device);
+std::shared_ptr<GrowingMemory> make_growing_device_memory(int64_t max_bytes, c10::Device device);
 #endif
 
 }  // namespace torchrec_hkv::runtime

@@ -35,10 +35,8 @@ cudaError_t advise(char* data, int64_t bytes, cudaMemoryAdvise advice, bool host
 
 class GrowingManagedMemory : public GrowingMemory {
  public:
-  GrowingManagedMemory(int64_t most_bytes, c10::Device gpu)
-      : GrowingMemory(c10::kCPU),
-        reserved_((most_bytes + kPiece - 1) / kPiece * kPiece),
-        gpu_(gpu) {
+  GrowingManagedMemory(int64_t max_bytes, c10::Device gpu)
+      : GrowingMemory(c10::kCPU), reserved_((max_bytes + kPiece - 1) / kPiece * kPiece), gpu_(gpu) {
     if (reserved_ == 0) return;
     const c10::OptionalDeviceGuard guard(gpu_);
     void* data = nullptr;
@@ -83,11 +81,11 @@ class GrowingManagedMemory : public GrowingMemory {
 
 }  // namespace
 
-std::shared_ptr<GrowingMemory> make_growing_memory_for_gpu(int64_t most_bytes, c10::Device gpu) {
+std::shared_ptr<GrowingMemory> make_growing_memory_for_gpu(int64_t max_bytes, c10::Device gpu) {
   int managed = 0;
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&managed, cudaDevAttrConcurrentManagedAccess, gpu.index()));
-  if (managed) return std::make_shared<GrowingManagedMemory>(most_bytes, gpu);
-  return std::make_shared<GrowingPinnedMemory>(most_bytes, gpu);
+  if (managed) return std::make_shared<GrowingManagedMemory>(max_bytes, gpu);
+  return std::make_shared<GrowingPinnedMemory>(max_bytes, gpu);
 }
 
 }  // namespace torchrec_hkv::runtime

@@ -9,7 +9,7 @@
 
 namespace torchrec_hkv::runtime {
 
-enum class Place {
+enum class MemoryLocation {
   kHost,    // pages are zeroed when they are first touched
   kShared,  // host memory that a GPU reads and writes in place
   kDevice,  // GPU memory
@@ -21,7 +21,7 @@ class GrowingMemory {
   GrowingMemory(const GrowingMemory&) = delete;
   GrowingMemory& operator=(const GrowingMemory&) = delete;
 
-  // Constant. Null if `most_bytes` is 0.
+  // Constant. Null if `max_bytes` is 0.
   char* data() const { return data_; }
   // Backed bytes: the requested number, rounded up.
   int64_t bytes() const { return bytes_; }
@@ -38,12 +38,12 @@ class GrowingMemory {
   int64_t bytes_ = 0;
 };
 
-// Reserves addresses for `most_bytes` without backing them. No running work may use the memory when
+// Reserves addresses for `max_bytes` without backing them. No running work may use the memory when
 // it is destroyed; the destructor of GPU memory waits for such work.
-std::shared_ptr<GrowingMemory> make_growing_memory(Place place, int64_t most_bytes,
+std::shared_ptr<GrowingMemory> make_growing_memory(MemoryLocation location, int64_t max_bytes,
                                                    c10::Device device);
 
-// Makes whole pages of Place::kHost read as zeros again, without writing to them.
+// Makes whole pages of MemoryLocation::kHost read as zeros again, without writing to them.
 void discard_host(char* data, int64_t bytes);
 
 }  // namespace torchrec_hkv::runtime

@@ -16,10 +16,10 @@ namespace {
 // Number of consecutive calls that may read a table's size and thus wait for the device. After them
 // the table grows until calls need not read it: a table of constant size must not wait in each
 // step.
-constexpr int64_t kMostLooks = 16;
+constexpr int64_t kMaxChecks = 16;
 
 // Least number of buckets that a call splits. A small table doubles in one call.
-constexpr int64_t kLeastSplit = 64;
+constexpr int64_t kMinSplit = 64;
 
 }  // namespace
 
@@ -39,7 +39,7 @@ void TableGroup::make_room(const hash_table::Batch& batch, const at::Tensor& ids
   if (unsure.empty() && !splits) return;
   order_->run(kWriteAll, [&] {
     std::vector<int64_t> sizes;
-    if (!unsure.empty()) sizes = look_and_grow(batch, ids, offsets, first_bags, unsure);
+    if (!unsure.empty()) sizes = check_and_grow(batch, ids, offsets, first_bags, unsure);
     split_some(sizes);
   });
 }
@@ -48,30 +48,30 @@ std::vector<int64_t> TableGroup::expect_ids(int64_t n) {
   std::vector<int64_t> unsure;
   for (int64_t t = 0; t < num_tables(); ++t) {
     if (!memory_[t].grows()) continue;
-    growth_[t].most_entries += n;
+    growth_[t].max_entries += n;
     const bool few = memory_[t].unsplit() > 0
-                         ? growth_[t].most_entries > split_end(memory_[t].split_slots())
-                         : too_few(memory_[t].num_slots(), growth_[t].most_entries);
+                         ? growth_[t].max_entries > split_end(memory_[t].split_slots())
+                         : too_few(memory_[t].num_slots(), growth_[t].max_entries);
     if (few) {
       unsure.push_back(t);
     } else {
-      growth_[t].looks = 0;
+      growth_[t].checks = 0;
     }
   }
   return unsure;
 }
 
-std::vector<int64_t> TableGroup::look_and_grow(const hash_table::Batch& batch,
-                                               const at::Tensor& ids,
-                                               const std::optional<at::Tensor>& offsets,
-                                               at::IntArrayRef first_bags,
-                                               const std::vector<int64_t>& tables) {
+std::vector<int64_t> TableGroup::check_and_grow(const hash_table::Batch& batch,
+                                                const at::Tensor& ids,
+                                                const std::optional<at::Tensor>& offsets,
+                                                at::IntArrayRef first_bags,
+                                                const std::vector<int64_t>& tables) {
   const at::Tensor sizes = this->sizes().cpu();
   const std::vector<int64_t> added = count_new(batch, ids, offsets, first_bags);
   std::vector<int64_t> after(num_tables());
   for (int64_t t = 0; t < num_tables(); ++t) {
     const int64_t size = sizes.const_data_ptr<int64_t>()[t];
-    growth_[t].most_entries = after[t] = size + added[t];
+    growth_[t].max_entries = after[t] = size + added[t];
     if (!device_.is_cpu()) continue;
     growth_[t].counted = size;
     growth_[t].misses = misses(t);
@@ -82,7 +82,7 @@ std::vector<int64_t> TableGroup::look_and_grow(const hash_table::Batch& batch,
       if (after[t] <= split_end(memory.split_slots())) continue;
       finish_split(t);
     }
-    const bool often = ++growth_[t].looks >= kMostLooks;
+    const bool often = ++growth_[t].checks >= kMaxChecks;
     const int64_t entries = after[t] + (often ? batch.num_ids : 0);
     if (!too_few(memory.num_slots(), entries)) continue;
     const int64_t buckets = buckets_for(t, entries);
@@ -93,7 +93,7 @@ std::vector<int64_t> TableGroup::look_and_grow(const hash_table::Batch& batch,
     } else {
       grow(t, buckets);
     }
-    growth_[t].looks = 0;
+    growth_[t].checks = 0;
   }
   return after;
 }
@@ -117,8 +117,8 @@ std::vector<int64_t> TableGroup::count_new(const hash_table::Batch& batch, const
     std::vector<at::Tensor> parts;
     for (int64_t f = 0; f < num_features(); ++f) {
       if (feature_table_list_[f] != t) continue;
-      const at::Tensor its = missing.slice(0, start[f], start[f + 1]);
-      parts.push_back(ids.slice(0, start[f], start[f + 1]).masked_select(its));
+      const at::Tensor feature_missing = missing.slice(0, start[f], start[f + 1]);
+      parts.push_back(ids.slice(0, start[f], start[f + 1]).masked_select(feature_missing));
     }
     if (parts.empty()) continue;
     added[t] = std::get<0>(at::_unique2(at::cat(parts), /*sorted=*/false)).numel();
@@ -158,7 +158,7 @@ void TableGroup::split_some(const std::vector<int64_t>& sizes) {
     const int64_t come = std::clamp<int64_t>(entries - begin, 0, span);
     const int64_t buckets = memory.num_buckets() / 2;
     const auto paced = static_cast<int64_t>(static_cast<double>(span - come) / span * buckets);
-    split(t, std::max<int64_t>(0, std::min(paced, memory.unsplit() - kLeastSplit)));
+    split(t, std::max<int64_t>(0, std::min(paced, memory.unsplit() - kMinSplit)));
     any = true;
   }
   if (any) note_growth();
@@ -166,7 +166,7 @@ void TableGroup::split_some(const std::vector<int64_t>& sizes) {
 
 void TableGroup::expect_entries(int64_t table, int64_t n) {
   check_index(table);
-  order_->run(kHostOnly, [&] { growth_[table].most_entries += n; });
+  order_->run(kHostOnly, [&] { growth_[table].max_entries += n; });
 }
 
 int64_t TableGroup::buckets_for(int64_t table, int64_t entries) const {

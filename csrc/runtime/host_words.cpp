@@ -14,13 +14,13 @@ namespace torchrec_hkv::runtime {
 namespace {
 
 // Never destroyed, because groups may be destroyed after static objects.
-struct FreeWords {
+struct FreeHostWords {
   std::mutex mutex;
   std::vector<HostWords*> words;
   uint32_t last_number = 0;
 
-  static FreeWords& get() {
-    static auto* free = new FreeWords;
+  static FreeHostWords& get() {
+    static auto* free = new FreeHostWords;
     return *free;
   }
 };
@@ -32,7 +32,7 @@ GroupHostWords::GroupHostWords([[maybe_unused]] c10::Device device) {
   if (!device.is_cuda()) return;
   const c10::OptionalDeviceGuard guard(device);
   constexpr size_t kWordsOfPage = 64;
-  FreeWords& free = FreeWords::get();
+  FreeHostWords& free = FreeHostWords::get();
   const std::lock_guard<std::mutex> lock(free.mutex);
   if (free.words.empty()) {
     void* page = nullptr;
@@ -50,7 +50,7 @@ GroupHostWords::GroupHostWords([[maybe_unused]] c10::Device device) {
 
 GroupHostWords::~GroupHostWords() {
   if (words_ == nullptr) return;
-  FreeWords& free = FreeWords::get();
+  FreeHostWords& free = FreeHostWords::get();
   const std::lock_guard<std::mutex> lock(free.mutex);
   free.words.push_back(words_);
 }

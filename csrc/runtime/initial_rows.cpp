@@ -29,8 +29,8 @@ InitialRows make_initial_rows(const InitialConfig& config, uint64_t seed,
                     "the standard deviation of normal initial rows is ", std,
                     ", but must be positive and finite.");
   const InitialRows rows = normal_rows(seed, mean, std, low, high);
-  TORCH_CHECK_VALUE(rows.mass >= kLeastMass, where, "initial rows from ", low, " to ", high,
-                    " hold ", rows.mass, " of the probability of a normal with mean ", mean,
+  TORCH_CHECK_VALUE(rows.mass >= kMinMass, where, "initial rows from ", low, " to ", high, " hold ",
+                    rows.mass, " of the probability of a normal with mean ", mean,
                     " and standard deviation ", std, ", but must hold at least 1e-9.");
   return rows;
 }

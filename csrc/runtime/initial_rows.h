@@ -10,7 +10,7 @@ namespace torchrec_hkv::runtime {
 
 // A normal distribution needs at least this probability between its bounds. Otherwise there are too
 // few doubles among its quantiles to fill the range of a float.
-constexpr double kLeastMass = 1e-9;
+constexpr double kMinMass = 1e-9;
 
 struct InitialConfig {
   std::string distribution;  // "uniform" or "normal"

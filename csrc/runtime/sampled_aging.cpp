@@ -24,7 +24,7 @@ SampledAging::SampledAging(int64_t slots, std::optional<double> c)
     : slots_(slots), aged_{c.value_or(kFirstC), 0, 0, 0, -1, 0, 0} {
   if (c) return;
   entries_.assign(hash_table::MiniatureSize::of(slots).words(), 0);
-  miniatures_ = hash_table::Miniatures::make(entries_.data(), &tally_, slots);
+  miniatures_ = hash_table::Miniatures::make(entries_.data(), &counters_, slots);
 }
 
 double SampledAging::begin_call() {
@@ -74,8 +74,8 @@ void SampledAging::end_call(const int64_t* ids, int64_t n, int64_t lookups, bool
   batch.num_bags = 1;
   hash_table::Clock clock{};
   clock.now = clock.pinned_from = now_;
-  const hash_table::Visit visit{&clock, nullptr};
-  hash_table::cpu::simulate(&table, batch, visit, at::get_num_threads());
+  const hash_table::CallContext context{&clock, nullptr};
+  hash_table::cpu::simulate(&table, batch, context, at::get_num_threads());
 }
 
 }  // namespace torchrec_hkv::runtime

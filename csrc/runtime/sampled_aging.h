@@ -40,7 +40,7 @@ class SampledAging {
 
   int64_t slots_;
   hash_table::AgedLfu aged_;
-  hash_table::MiniatureTally tally_{};
+  hash_table::MiniatureCounters counters_{};
   std::vector<uint32_t> entries_;  // empty if c is fixed
   hash_table::Miniatures miniatures_{};
   uint64_t lookups_ = 0;

@@ -16,8 +16,8 @@ at::Tensor inverted_where(const at::Tensor& scores, const at::Tensor& mask) {
   return at::where(mask, inverted_sign(scores), scores);
 }
 
-struct Kinds {
-  explicit Kinds(const TableGroup& group) {
+struct PolicyMix {
+  explicit PolicyMix(const TableGroup& group) {
     for (int64_t t = 0; t < group.num_tables(); ++t) {
       const Eviction eviction = group.view(t).eviction;
       customized += eviction == Eviction::kCustomized;
@@ -64,7 +64,7 @@ at::Tensor inverted_sign(const at::Tensor& scores) { return scores.bitwise_xor(k
 
 at::Tensor keys_of_given(const TableGroup& group, const at::Tensor& scores,
                          const std::optional<at::Tensor>& offsets, at::IntArrayRef first_bags) {
-  const Kinds kinds(group);
+  const PolicyMix kinds(group);
   if (kinds.all_customized) return inverted_sign(scores);
   if (kinds.all_counted) return checked_counts(group, scores);
   at::Tensor keys = scores;
@@ -91,7 +91,7 @@ at::Tensor keys_of_lookup(const TableGroup& group, const std::optional<at::Tenso
   check_dtype(*scores, "scores", at::kLong);
   check_device(*scores, "scores", group.device());
   check_length(*scores, "scores", num_ids);
-  const Kinds kinds(group);
+  const PolicyMix kinds(group);
   const at::Tensor keys = inverted_sign(scores->contiguous());
   if (kinds.counted == 0) return keys;
   return keys.masked_fill(ids_where(group, keys, offsets, first_bags, sums_scores), 1);
@@ -122,7 +122,7 @@ void keep_last_scores(const TableGroup& group, const at::Tensor& slots, const ui
 
 at::Tensor scores_of_slots(const TableGroup& group, const at::Tensor& keys,
                            const at::Tensor& slots) {
-  const Kinds kinds(group);
+  const PolicyMix kinds(group);
   if (kinds.customized == 0) return keys;
   if (kinds.all_customized) return inverted_sign(keys);
   at::Tensor scores = keys;
@@ -137,7 +137,7 @@ at::Tensor scores_of_slots(const TableGroup& group, const at::Tensor& keys,
 
 at::Tensor scores_of_tables(const TableGroup& group, const at::Tensor& keys,
                             const at::Tensor& tables) {
-  const Kinds kinds(group);
+  const PolicyMix kinds(group);
   if (kinds.customized == 0) return keys;
   if (kinds.all_customized) return inverted_sign(keys);
   at::Tensor scores = keys;

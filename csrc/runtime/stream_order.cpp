@@ -7,7 +7,7 @@
 
 namespace torchrec_hkv::runtime {
 
-StreamOrder::Turn::Turn(StreamOrder& order, const Use& use, bool moves)
+StreamOrder::EnqueueScope::EnqueueScope(StreamOrder& order, const AccessSet& use, bool moves)
     : order_(order), use_(use), moves_(moves), exceptions_(std::uncaught_exceptions()) {
 #ifdef TORCHREC_HKV_CUDA
   order_.begin(use_, moves_);
@@ -15,7 +15,7 @@ StreamOrder::Turn::Turn(StreamOrder& order, const Use& use, bool moves)
 }
 
 // May throw like other parts of a call, unless another exception is being thrown.
-StreamOrder::Turn::~Turn() noexcept(false) {
+StreamOrder::EnqueueScope::~EnqueueScope() noexcept(false) {
 #ifdef TORCHREC_HKV_CUDA
   if (std::uncaught_exceptions() == exceptions_) order_.end(use_, moves_);
 #endif
@@ -52,7 +52,7 @@ StreamOrder::StreamOrder(c10::Device device) : device_(device) {
 }
 
 StreamOrder::~StreamOrder() {
-  if (!several_) return;
+  if (!multiple_streams_) return;
   // Errors are not checked: the driver may be gone at exit. No wait is needed while the stream is
   // captured, because its graph frees nothing.
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -61,9 +61,9 @@ StreamOrder::~StreamOrder() {
     (void)cudaGetLastError();
     return;
   }
-  for (const Part& part : parts_) {
-    for (const std::vector<Mark>* marks : {&part.writes, &part.reads}) {
-      for (const Mark& mark : *marks) {
+  for (const AccessHistory& part : parts_) {
+    for (const std::vector<StreamMark>* marks : {&part.writes, &part.reads}) {
+      for (const StreamMark& mark : *marks) {
         if (mark.stream != first_) (void)cudaStreamWaitEvent(first_, mark.event->event, 0);
       }
     }
@@ -80,16 +80,16 @@ std::shared_ptr<StreamOrder::Event> StreamOrder::record(cudaStream_t stream) {
   return *free;
 }
 
-void StreamOrder::begin(const Use& use, bool moves) {
+void StreamOrder::begin(const AccessSet& use, bool moves) {
   moving_ = false;
   const cudaStream_t stream = current_stream(device_);
-  if (!several_ && stream == first_) return;  // saves calls of the driver, which take time
+  if (!multiple_streams_ && stream == first_) return;  // saves calls of the driver, which take time
   if (is_capturing(device_)) return;
-  if (!several_) {
-    several_ = true;
+  if (!multiple_streams_) {
+    multiple_streams_ = true;
     // All work on the first stream so far counts as a write of everything.
     const std::shared_ptr<Event> event = record(first_);
-    for (Part& part : parts_) part.writes = {Mark{first_, event}};
+    for (AccessHistory& part : parts_) part.writes = {StreamMark{first_, event}};
   }
   for (size_t p = 0; p < parts_.size(); ++p) {
     const Access access = use.parts()[p];
@@ -100,29 +100,29 @@ void StreamOrder::begin(const Use& use, bool moves) {
   }
 }
 
-void StreamOrder::wait(const std::vector<Mark>& marks, bool but_for_moves) {
+void StreamOrder::wait(const std::vector<StreamMark>& marks, bool except_moves) {
   const cudaStream_t stream = current_stream(device_);
-  for (const Mark& mark : marks) {
-    if (mark.stream == stream || (but_for_moves && mark.moves)) continue;
+  for (const StreamMark& mark : marks) {
+    if (mark.stream == stream || (except_moves && mark.moves)) continue;
     HKV_CUDA_CHECK(cudaStreamWaitEvent(stream, mark.event->event, 0));
   }
 }
 
 void StreamOrder::begin_moves() {
-  if (!several_ || is_capturing(device_)) return;
+  if (!multiple_streams_ || is_capturing(device_)) return;
   const cudaStream_t stream = current_stream(device_);
-  parts_[kIndexPart].writes = {Mark{stream, record(stream)}};
+  parts_[kIndexPart].writes = {StreamMark{stream, record(stream)}};
   parts_[kIndexPart].reads.clear();
   moving_ = true;
   wait(parts_[kRowsPart].writes);
 }
 
-void StreamOrder::end(const Use& use, bool moves) {
-  if (!several_ || is_capturing(device_)) return;
+void StreamOrder::end(const AccessSet& use, bool moves) {
+  if (!multiple_streams_ || is_capturing(device_)) return;
   const cudaStream_t stream = current_stream(device_);
-  const Mark mark{stream, record(stream), moves && moving_};
+  const StreamMark mark{stream, record(stream), moves && moving_};
   for (size_t p = 0; p < parts_.size(); ++p) {
-    Part& part = parts_[p];
+    AccessHistory& part = parts_[p];
     if (p == kIndexPart && moving_) continue;
     switch (use.parts()[p]) {
       case Access::kWrite:
@@ -130,8 +130,8 @@ void StreamOrder::end(const Use& use, bool moves) {
         part.reads.clear();
         break;
       case Access::kRead: {
-        const auto own = [&](const Mark& read) { return read.stream == stream; };
-        part.reads.erase(std::remove_if(part.reads.begin(), part.reads.end(), own),
+        const auto is_own_stream = [&](const StreamMark& read) { return read.stream == stream; };
+        part.reads.erase(std::remove_if(part.reads.begin(), part.reads.end(), is_own_stream),
                          part.reads.end());
         part.reads.push_back(mark);
         break;

@@ -36,25 +36,25 @@ class StreamOrder {
   // work, and calls enqueue(), which launches on that stream. On a GPU threads take turns, so that
   // the launches of one call stay together. Must not be nested.
   template <typename Enqueue>
-  auto run(const Use& use, Enqueue&& enqueue) {
+  auto run(const AccessSet& use, Enqueue&& enqueue) {
     const CallLock::Call call(calls_, use);
     if (!device_.is_cuda()) return enqueue();
     const std::lock_guard<std::mutex> lock(mutex_);
     const c10::OptionalDeviceGuard guard(device_);
-    const Turn turn(*this, use);
+    const EnqueueScope turn(*this, use);
     return enqueue();
   }
   // The same for a call that first writes the index and then moves rows: enqueue(moves_begin) calls
   // moves_begin() in between. The next such call on another stream can then run up to its own moves
   // while this call's rows move.
   template <typename Enqueue>
-  auto run_and_move(const Use& use, Enqueue&& enqueue) {
+  auto run_and_move(const AccessSet& use, Enqueue&& enqueue) {
     const CallLock::Call call(calls_, use);
     const std::function<void()> moves_begin = [this] { begin_moves(); };
     if (!device_.is_cuda()) return enqueue(moves_begin);
     const std::lock_guard<std::mutex> lock(mutex_);
     const c10::OptionalDeviceGuard guard(device_);
-    const Turn turn(*this, use, /*moves=*/true);
+    const EnqueueScope turn(*this, use, /*moves=*/true);
     return enqueue(moves_begin);
   }
 
@@ -64,14 +64,14 @@ class StreamOrder {
 
  private:
   // A call enqueues its work between construction and destruction.
-  class Turn {
+  class EnqueueScope {
    public:
-    Turn(StreamOrder& order, const Use& use, bool moves = false);
-    ~Turn() noexcept(false);
+    EnqueueScope(StreamOrder& order, const AccessSet& use, bool moves = false);
+    ~EnqueueScope() noexcept(false);
 
    private:
     [[maybe_unused]] StreamOrder& order_;
-    [[maybe_unused]] const Use use_;
+    [[maybe_unused]] const AccessSet use_;
     [[maybe_unused]] const bool moves_;
     [[maybe_unused]] const int exceptions_;
   };
@@ -83,25 +83,25 @@ class StreamOrder {
   std::mutex mutex_;
 #ifdef TORCHREC_HKV_CUDA
   struct Event;
-  struct Mark {  // the work of a stream up to an event
+  struct StreamMark {  // the work of a stream up to an event
     cudaStream_t stream;
     std::shared_ptr<Event> event;
     bool moves = false;  // whether the work includes moves of run_and_move
   };
-  struct Part {
-    std::vector<Mark> writes;  // the last write, if any
-    std::vector<Mark> reads;   // later reads, at most one per stream
+  struct AccessHistory {
+    std::vector<StreamMark> writes;  // the last write, if any
+    std::vector<StreamMark> reads;   // later reads, at most one per stream
   };
 
   std::shared_ptr<Event> record(cudaStream_t stream);
-  void wait(const std::vector<Mark>& marks, bool but_for_moves = false);
-  void begin(const Use& use, bool moves);
-  void end(const Use& use, bool moves);
+  void wait(const std::vector<StreamMark>& marks, bool except_moves = false);
+  void begin(const AccessSet& use, bool moves);
+  void end(const AccessSet& use, bool moves);
 
   cudaStream_t first_ = nullptr;
-  bool several_ = false;  // whether several streams have been used
-  bool moving_ = false;   // whether the current call has written and marked its index
-  std::array<Part, 3> parts_;
+  bool multiple_streams_ = false;  // whether several streams have been used
+  bool moving_ = false;            // whether the current call has written and marked its index
+  std::array<AccessHistory, 3> parts_;
   std::vector<std::shared_ptr<Event>> events_;  // reused once no mark refers to them
 #endif
 };

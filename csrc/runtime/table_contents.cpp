@@ -72,12 +72,12 @@ at::Tensor TableGroup::read_counted(int64_t table, const std::optional<at::Tenso
 std::pair<at::Tensor, at::Tensor> TableGroup::entries_at(const at::Tensor& slots) const {
   const c10::OptionalDeviceGuard guard(device_);
   at::Tensor ids = at::empty_like(slots);
-  at::Tensor there = at::zeros_like(slots, slots.options().dtype(at::kBool));
+  at::Tensor occupied_out = at::zeros_like(slots, slots.options().dtype(at::kBool));
   for (int64_t t = 0; t < num_tables(); ++t) {
     const TableMemory& memory = memory_[t];
     const at::Tensor local = slots.sub(first_slots_[t]);
-    const at::Tensor its = local.ge(0).logical_and_(local.lt(memory.num_slots()));
-    const at::Tensor positions = its.nonzero().flatten();
+    const at::Tensor in_table = local.ge(0).logical_and_(local.lt(memory.num_slots()));
+    const at::Tensor positions = in_table.nonzero().flatten();
     if (positions.numel() == 0) continue;
     const at::Tensor at = local.index_select(0, positions);
     const int64_t bucket_slots = memory.geometry().bucket_slots;
@@ -85,9 +85,9 @@ std::pair<at::Tensor, at::Tensor> TableGroup::entries_at(const at::Tensor& slots
     const at::Tensor digests =
         memory.digests.tensor.flatten().index_select(0, line.add_(at.remainder(bucket_slots)));
     ids.index_copy_(0, positions, ids_and_steps(t, at).first);
-    there.index_copy_(0, positions, digests.ne(static_cast<int16_t>(kEmptyDigest)));
+    occupied_out.index_copy_(0, positions, digests.ne(static_cast<int16_t>(kEmptyDigest)));
   }
-  return {ids, there};
+  return {ids, occupied_out};
 }
 
 at::Tensor TableGroup::counts(int64_t table) const {
@@ -97,9 +97,9 @@ at::Tensor TableGroup::counts(int64_t table) const {
 
 void TableGroup::load_counts(int64_t table, const at::Tensor& counts) {
   check_index(table);
-  const at::Tensor own = admission_->counts(table);
-  check_tensor(counts, "counts", configs_[table].name, at::kByte, own.sizes());
-  own.copy_(counts);
+  const at::Tensor admission_counts = admission_->counts(table);
+  check_tensor(counts, "counts", configs_[table].name, at::kByte, admission_counts.sizes());
+  admission_counts.copy_(counts);
 }
 
 at::Tensor TableGroup::evicted_marks(int64_t table) const {
@@ -141,11 +141,11 @@ at::Tensor TableGroup::stored_scores(int64_t table, const std::optional<at::Tens
 
 void TableGroup::write_counted(int64_t table, const at::Tensor& last_steps,
                                const at::Tensor& counts) {
-  const at::Tensor its_steps = last_steps.cpu().contiguous(),
-                   its_counts = counts.cpu().contiguous();
+  const at::Tensor local_steps = last_steps.cpu().contiguous(),
+                   local_counts = counts.cpu().contiguous();
   hash_table::cpu::write_counted(
-      host_views_[table], reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()),
-      its_counts.const_data_ptr<int64_t>(), its_counts.numel(), at::get_num_threads());
+      host_views_[table], reinterpret_cast<const uint32_t*>(local_steps.const_data_ptr<int32_t>()),
+      local_counts.const_data_ptr<int64_t>(), local_counts.numel(), at::get_num_threads());
 }
 
 at::Tensor TableGroup::present_vectors(int64_t table, bool states) const {
@@ -179,8 +179,8 @@ TableState TableGroup::export_table(int64_t table) const {
   check_index(table);
   c10::OptionalDeviceGuard guard(device_);
   const TableMemory& memory = memory_[table];
-  const at::Tensor there = occupied(table);
-  const at::Tensor free = there.logical_not();
+  const at::Tensor occupied_slots = occupied(table);
+  const at::Tensor free = occupied_slots.logical_not();
   // Writes zeros for free slots, whose contents are undefined, and for slots that the table does
   // not have yet.
   const auto whole = [&](const at::Tensor& of_present) {
@@ -195,7 +195,7 @@ TableState TableGroup::export_table(int64_t table) const {
   };
   const auto [ids, last_steps] = ids_and_steps(table, std::nullopt);
   TableState state;
-  state.occupied = whole(there);
+  state.occupied = whole(occupied_slots);
   state.ids = whole(ids);
   state.rows = whole(present_vectors(table, /*states=*/false));
   state.states = whole(present_vectors(table, /*states=*/true));
@@ -259,7 +259,7 @@ void TableGroup::load_table(int64_t table, const TableState& state) {
   restart_aging(table);
   admission_->clear(table);
   evicted_[table].zero_();
-  growth_[table].most_entries += occupied.sum().item<int64_t>();
+  growth_[table].max_entries += occupied.sum().item<int64_t>();
   grow(table, before);  // reserved memory stays reserved
   fill_frames(table);
   // Steps continue from the loaded steps, so that loaded entries are not newer than later lookups.
@@ -272,13 +272,13 @@ void TableGroup::load_entries([[maybe_unused]] int64_t table,
                               [[maybe_unused]] const at::Tensor& ids,
                               [[maybe_unused]] const at::Tensor& last_steps) {
 #ifdef TORCHREC_HKV_CUDA
-  const at::Tensor its_ids = ids.to(device_).contiguous();
-  const at::Tensor its_steps = last_steps.to(device_).contiguous();
+  const at::Tensor local_ids = ids.to(device_).contiguous();
+  const at::Tensor local_steps = last_steps.to(device_).contiguous();
   HKV_ON_DEVICE(
       device_, ,
       hash_table::cuda::load_entries(
-          host_views_[table], its_ids.const_data_ptr<int64_t>(),
-          reinterpret_cast<const uint32_t*>(its_steps.const_data_ptr<int32_t>()), stream));
+          host_views_[table], local_ids.const_data_ptr<int64_t>(),
+          reinterpret_cast<const uint32_t*>(local_steps.const_data_ptr<int32_t>()), stream));
 #endif
 }
 

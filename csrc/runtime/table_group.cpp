@@ -54,11 +54,11 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   }
   std::vector<int64_t> columns;
   std::vector<bool> has_feature(configs_.size());
-  bool features_apart = true;
+  bool num_unshared_features = true;
   for (const int64_t table : feature_table_list_) {
     TORCH_CHECK_VALUE(table >= 0 && table < num_tables(), "a feature names table ", table,
                       ", but the group has ", num_tables(), ".");
-    features_apart = features_apart && !has_feature[table];
+    num_unshared_features = num_unshared_features && !has_feature[table];
     has_feature[table] = true;
     columns.push_back(total_dim_);
     total_dim_ += configs_[table].dim;
@@ -66,7 +66,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   TORCH_CHECK_VALUE(total_dim_ <= std::numeric_limits<int32_t>::max(),
                     "the features' columns add up to ", total_dim_,
                     ", but must not exceed 2^31 - 1.");
-  if (features_apart) shape_.features_apart = static_cast<int32_t>(num_features());
+  if (num_unshared_features) shape_.num_unshared_features = static_cast<int32_t>(num_features());
   packed_ = device.is_cuda() && can_be_packed(configs_);
   check_memory(available);
   c10::OptionalDeviceGuard guard(device);
@@ -83,7 +83,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     shape_.row_classes |=
         1u << hash_table::row_class_of(static_cast<int32_t>(config.dim), config.row_type);
     shape_.widest = std::max(shape_.widest, static_cast<int32_t>(config.dim));
-    shape_.most_slots = std::max(shape_.most_slots, memory_.back().full_slots());
+    shape_.max_slots = std::max(shape_.max_slots, memory_.back().full_slots());
     shape_.scores = std::max(shape_.scores, scores_stored_by(config.eviction));
     needs_scores_ = needs_scores_ || config.eviction == Eviction::kCustomized;
     remembers_evicted_ = remembers_evicted_ || config.remember_evicted > 0;
@@ -97,7 +97,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
   order_ = std::make_unique<StreamOrder>(device);
   aged_lfu_ = at::zeros({num_tables(), sizeof(hash_table::AgedLfu) / sizeof(double)},
                         at::dtype(at::kDouble).device(device));
-  miniature_tally_ = at::zeros({num_tables(), hash_table::kMiniatureTallyWords},
+  miniature_tally_ = at::zeros({num_tables(), hash_table::kMiniatureCounterWords},
                                at::dtype(at::kLong).device(device));
   for (int64_t t = 0; t < num_tables(); ++t) {
     const bool adaptive = configs_[t].adaptive;
@@ -108,7 +108,7 @@ TableGroup::TableGroup(std::vector<TableConfig> configs, std::vector<int64_t> fe
     restart_aging(t);
   }
   make_aging();
-  make_moving_rows();
+  make_frame_moves();
   counters_ = at::zeros({num_tables(), kNumCounters}, at::dtype(at::kLong).device(device));
   optimizer_steps_ = at::zeros({num_tables()}, at::dtype(at::kLong).device(device));
   if (device.is_cuda()) refused_ = at::zeros({1}, at::dtype(at::kInt).device(device));
@@ -131,20 +131,20 @@ void TableGroup::upload_views() {
   views_.copy_(at::from_blob(host_views_.data(), views_.sizes(), at::kByte));
 }
 
-void TableGroup::make_moving_rows() {
+void TableGroup::make_frame_moves() {
   int64_t widest = 0;
   bool in_bulk = true;
   for (int64_t t = 0; t < num_tables(); ++t) {
     if (memory_[t].num_sets() == 0) continue;
     const int64_t bytes = row_size(configs_[t].row_type, configs_[t].dim);
     const bool with_states = memory_[t].states_move() && state_width_of(configs_[t]) > 0;
-    in_bulk = in_bulk && hash_table::MovingRows::move_in_bulk(bytes) && !with_states;
+    in_bulk = in_bulk && hash_table::FrameMoves::move_in_bulk(bytes) && !with_states;
     widest = std::max(widest, bytes);
   }
   if (widest == 0) return;
-  moving_rows_.group_slots = num_slots_;
-  moving_rows_.num_tables = static_cast<int32_t>(num_tables());
-  if (in_bulk) moving_rows_.bulk_bytes = static_cast<int32_t>(widest);
+  frame_moves_.group_slots = num_slots_;
+  frame_moves_.num_tables = static_cast<int32_t>(num_tables());
+  if (in_bulk) frame_moves_.bulk_bytes = static_cast<int32_t>(widest);
 }
 
 void TableGroup::make_aging() {
@@ -152,7 +152,7 @@ void TableGroup::make_aging() {
   std::vector<uint64_t> seeds;
   std::vector<int64_t> ages;
   bool expires = false;
-  uint32_t most_buckets = 0;
+  uint32_t max_buckets = 0;
   for (int64_t t = 0; t < num_tables(); ++t) {
     const TableConfig& config = configs_[t];
     admissions.push_back(config.admission);
@@ -163,14 +163,14 @@ void TableGroup::make_aging() {
     const uint32_t period = hash_table::sweep_period(static_cast<uint32_t>(config.expire_after));
     // Set after the growth, because a CUDA graph sweeps the table that exists at its replay.
     const auto buckets = static_cast<uint32_t>(memory_[t].geometry().num_buckets);
-    most_buckets = std::max(most_buckets, (buckets - 1) / period + 1);
+    max_buckets = std::max(max_buckets, (buckets - 1) / period + 1);
   }
   admission_ = std::make_unique<GroupAdmission>(admissions, seeds, device_);
   expire_after_ = to_device_int32(ages, device_);
   const hash_table::Admissions* all = admission_->get();
   aging_ = {expires ? reinterpret_cast<const uint32_t*>(expire_after_.const_data_ptr<int32_t>())
                     : nullptr,
-            static_cast<int32_t>(num_tables()), most_buckets,
+            static_cast<int32_t>(num_tables()), max_buckets,
             all != nullptr && all->halved ? all : nullptr,
             std::any_of(configs_.begin(), configs_.end(), [](const TableConfig& config) {
               return config.eviction == Eviction::kAgedLfu;
@@ -247,9 +247,9 @@ TableLayout TableGroup::layout(const TableConfig& config) const {
 void TableGroup::check_memory(const AvailableMemory& available) const {
   MemoryBytes initial{}, full{};
   for (const TableConfig& config : configs_) {
-    const TableLayout its = layout(config);
-    initial += memory_of(its, its.geometry.initial_buckets(), device_);
-    full += memory_of(its, its.geometry.num_buckets, device_);
+    const TableLayout table_layout = layout(config);
+    initial += memory_of(table_layout, table_layout.geometry.initial_buckets(), device_);
+    full += memory_of(table_layout, table_layout.geometry.num_buckets, device_);
     const int64_t counts =
         admission_bytes(config.admission) + evicted_bytes(config) + miniature_bytes(config);
     const MemoryBytes fixed = device_.is_cpu() ? MemoryBytes{0, counts} : MemoryBytes{counts, 0};
@@ -257,9 +257,10 @@ void TableGroup::check_memory(const AvailableMemory& available) const {
     full += fixed;
   }
   const char* whose = num_tables() > 1 ? "' and the others of its group take " : "' takes ";
-  const auto check = [&](int64_t needed, int64_t there, const char* of, const char* what) {
-    TORCH_CHECK_VALUE(needed <= there, "table '", configs_[0].name, whose, needed, " bytes of ", of,
-                      ", but ", there, " bytes are ", what, ".");
+  const auto check = [&](int64_t needed, int64_t available_bytes, const char* of,
+                         const char* what) {
+    TORCH_CHECK_VALUE(needed <= available_bytes, "table '", configs_[0].name, whose, needed,
+                      " bytes of ", of, ", but ", available_bytes, " bytes are ", what, ".");
   };
   check(initial.hbm, available.hbm_free, "GPU memory from the start", "free");
   check(full.hbm, available.hbm_total, "GPU memory at the full capacity", "all there is");
@@ -293,7 +294,7 @@ TableView TableGroup::make_view(int64_t table) const {
     if (config.adaptive) {
       view.miniatures = hash_table::Miniatures::make(
           reinterpret_cast<uint32_t*>(miniature_entries_[table].data_ptr<int32_t>()),
-          reinterpret_cast<hash_table::MiniatureTally*>(
+          reinterpret_cast<hash_table::MiniatureCounters*>(
               miniature_tally_[table].data_ptr<int64_t>()),
           memory.full_slots());
     }

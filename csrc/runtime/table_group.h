@@ -77,8 +77,8 @@ class TableGroup {
   // Throws ValueError if a GPU has reported bad offsets since the last call. Does not wait.
   void check_bad_offsets() const;
   // Whether a table has, or will have, rows in host memory and frames for them.
-  bool has_frames() const { return moving_rows_.any(); }
-  const hash_table::MovingRows& moving_rows() const { return moving_rows_; }
+  bool has_frames() const { return frame_moves_.any(); }
+  const hash_table::FrameMoves& frame_moves() const { return frame_moves_; }
   // Whether a table remembers the ids that it evicts.
   bool remembers_evicted() const { return remembers_evicted_; }
   // Whether a table restores the counts of ids that return.
@@ -101,7 +101,8 @@ class TableGroup {
   // hash_table::AgedLfu of each table, float64 [tables, 7], on the device; zeros under other
   // policies.
   const at::Tensor& aged_lfu() const { return aged_lfu_; }
-  // hash_table::MiniatureTally of each table, int64 [tables, 14], and their entries, on the device.
+  // hash_table::MiniatureCounters of each table, int64 [tables, 14], and their entries, on the
+  // device.
   const at::Tensor& miniature_tally() const { return miniature_tally_; }
   const std::vector<at::Tensor>& miniature_entries() const { return miniature_entries_; }
   // Whether a table has miniatures.
@@ -226,7 +227,7 @@ class TableGroup {
   hash_table::TableView view_without_frames(int64_t table) const;
   void upload_views();
   void make_aging();
-  void make_moving_rows();
+  void make_frame_moves();
 
   int64_t buckets_for(int64_t table, int64_t entries) const;
   std::vector<int64_t> count_new(const hash_table::Batch& batch, const at::Tensor& ids,
@@ -235,10 +236,10 @@ class TableGroup {
   // The tables that may be too small for n more ids, according to the host's bounds.
   std::vector<int64_t> expect_ids(int64_t n);
   // Grows tables for a batch. Returns the sizes of all tables, including the batch's ids.
-  std::vector<int64_t> look_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
-                                     const std::optional<at::Tensor>& offsets,
-                                     at::IntArrayRef first_bags,
-                                     const std::vector<int64_t>& tables);
+  std::vector<int64_t> check_and_grow(const hash_table::Batch& batch, const at::Tensor& ids,
+                                      const std::optional<at::Tensor>& offsets,
+                                      at::IntArrayRef first_bags,
+                                      const std::vector<int64_t>& tables);
   void grow(int64_t table, int64_t num_buckets);
   void grow_on_gpu(int64_t table, int64_t num_buckets);
   // Backs memory for this number of buckets.
@@ -276,7 +277,7 @@ class TableGroup {
   std::optional<int64_t> state_dim_;
   hash_table::GroupShape shape_{.widest = 0, .four_wide = true, .float32_rows = true};
   bool needs_scores_ = false;
-  hash_table::MovingRows moving_rows_;
+  hash_table::FrameMoves frame_moves_;
   bool remembers_evicted_ = false;
   bool restores_counts_ = false;
   bool simulates_ = false;
@@ -302,8 +303,8 @@ class TableGroup {
 
   // The host's knowledge of a growing table. Changed in turns of order().
   struct Growth {
-    int64_t most_entries = 0;        // upper bound on the number of entries
-    int64_t looks = 0;               // consecutive calls that read the size
+    int64_t max_entries = 0;         // upper bound on the number of entries
+    int64_t checks = 0;              // consecutive calls that read the size
     int64_t counted = 0;             // number of entries when they were counted last
     int64_t misses = 0;              // counter of misses at that time
     int64_t misses_before_last = 0;  // counter of misses before the last call, while it splits
@@ -324,10 +325,10 @@ class HoldToGrow {
  public:
   explicit HoldToGrow(const TableGroup& group)
       : order_(group.growing() ? &group.order() : nullptr) {
-    if (order_ != nullptr) order_->hold(Hold::kAlone);
+    if (order_ != nullptr) order_->hold(Hold::kExclusive);
   }
   ~HoldToGrow() {
-    if (order_ != nullptr) order_->release(Hold::kAlone);
+    if (order_ != nullptr) order_->release(Hold::kExclusive);
   }
   HoldToGrow(const HoldToGrow&) = delete;
   HoldToGrow& operator=(const HoldToGrow&) = delete;

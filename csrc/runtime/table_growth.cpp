@@ -125,7 +125,7 @@ void TableGroup::grow_on_gpu([[maybe_unused]] int64_t table, [[maybe_unused]] in
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device_.index());
   const bool on_host = move_rows_to_host(table, num_buckets);
   const at::Tensor scratch =
-      at::empty({hash_table::cuda::kAstrayRoom + 1}, at::dtype(at::kLong).device(device_));
+      at::empty({hash_table::cuda::kMisplacedCapacity + 1}, at::dtype(at::kLong).device(device_));
   while (memory.num_buckets() < num_buckets) {
     hash_table::cuda::split_buckets(host_views_[table], scratch.data_ptr<int64_t>(), stream);
     memory.resize(2 * memory.num_buckets());
@@ -180,13 +180,13 @@ int64_t TableGroup::loaded_buckets(int64_t table, const at::Tensor& ids,
                                    const at::Tensor& occupied) const {
   const hash_table::Geometry& geometry = memory_[table].geometry();
   const int64_t* id = ids.const_data_ptr<int64_t>();
-  const bool* there = occupied.const_data_ptr<bool>();
+  const bool* is_occupied = occupied.const_data_ptr<bool>();
   int64_t buckets = geometry.initial_buckets();
   for (int64_t slot = 0; slot < geometry.num_slots() && buckets < geometry.num_buckets;) {
     const auto bucket = static_cast<uint32_t>(slot / geometry.bucket_slots);
-    if (!there[slot] ||
+    if (!is_occupied[slot] ||
         (bucket < buckets &&
-         !hash_table::is_astray(id[slot], bucket, static_cast<uint32_t>(buckets)))) {
+         !hash_table::is_misplaced(id[slot], bucket, static_cast<uint32_t>(buckets)))) {
       ++slot;
     } else {
       buckets *= 2;

@@ -7,13 +7,13 @@ namespace torchrec_hkv::runtime {
 namespace {
 
 // Number of slots at full capacity if their rows are in host memory then, otherwise 0.
-int64_t most_on_host(const TableLayout& layout) {
+int64_t max_on_host(const TableLayout& layout) {
   const int64_t slots = layout.geometry.num_slots();
   return slots > layout.hbm_slots ? slots : 0;
 }
 
 int64_t sets_of(const TableLayout& layout) {
-  if (most_on_host(layout) == 0 || layout.hbm_slots == 0) return 0;
+  if (max_on_host(layout) == 0 || layout.hbm_slots == 0) return 0;
   const hash_table::Geometry& geometry = layout.geometry;
   return layout.hbm_slots /
          hash_table::frames_of_set(geometry.num_slots(), geometry.bucket_slots, layout.hbm_slots);
@@ -39,7 +39,7 @@ SlotArray make_array(const TableLayout& layout, at::Device device,
                      std::make_shared<GrowingHostMemory>(addresses, bytes));
   }
   if (on_host || layout.geometry.doublings > 0) {
-    const Place place = on_host ? Place::kShared : Place::kDevice;
+    const MemoryLocation place = on_host ? MemoryLocation::kShared : MemoryLocation::kDevice;
     return SlotArray(dtype, std::move(row), most, make_growing_memory(place, bytes, device));
   }
   std::vector<int64_t> shape{most};
@@ -98,10 +98,10 @@ MemoryBytes memory_of(const TableLayout& layout, int64_t num_buckets, at::Device
   if (device.is_cpu()) return {0, index + slots * (row_bytes + state_bytes)};
   const int64_t in_hbm = std::min(slots, layout.hbm_slots);
   const int64_t on_host = slots > layout.hbm_slots ? slots : 0;
-  const bool apart = layout.all_states_in_hbm;
+  const bool states_separate = layout.all_states_in_hbm;
   const int64_t frames = sets_of(layout) * hash_table::kSetBytes;
-  return {index + frames + in_hbm * row_bytes + (apart ? slots : in_hbm) * state_bytes,
-          on_host * (row_bytes + (apart ? 0 : state_bytes))};
+  return {index + frames + in_hbm * row_bytes + (states_separate ? slots : in_hbm) * state_bytes,
+          on_host * (row_bytes + (states_separate ? 0 : state_bytes))};
 }
 
 TableMemory::TableMemory(const TableLayout& layout, at::Device device)
@@ -135,9 +135,9 @@ TableMemory::TableMemory(const TableLayout& layout, at::Device device,
       rows(make_array(layout, device, addresses, layout.row_dtype, {layout.row_width},
                       layout.hbm_slots)),
       rows_host(make_array(layout, device, addresses, layout.row_dtype, {layout.row_width},
-                           most_on_host(layout), /*on_host=*/true)),
+                           max_on_host(layout), /*on_host=*/true)),
       states_host(make_array(layout, device, addresses, at::kFloat, {layout.state_width},
-                             layout.all_states_in_hbm ? 0 : most_on_host(layout),
+                             layout.all_states_in_hbm ? 0 : max_on_host(layout),
                              /*on_host=*/true)),
       tags(at::zeros({sets_of(layout)}, at::dtype(at::kLong).device(device))),
       crowded(at::zeros({sets_of(layout)}, at::dtype(at::kInt).device(device))),

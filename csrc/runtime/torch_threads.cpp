@@ -15,9 +15,9 @@ namespace {
 // a tensor runs in torch's library, on torch's threads. The tensor here has one element for each
 // thread; its elements are neither read nor written.
 void run_on_torch_threads(int threads, const std::function<void()>& work) {
-  constexpr int64_t kMost = 4096;
-  static char elements[kMost];
-  const int64_t n = std::min<int64_t>(threads, kMost);
+  constexpr int64_t kMax = 4096;
+  static char elements[kMax];
+  const int64_t n = std::min<int64_t>(threads, kMax);
   at::Tensor tensor = at::from_blob(elements, {n}, at::dtype(at::kByte));
   at::TensorIterator loop = at::TensorIterator::nullary_op(tensor);
   loop.for_each([&work](char**, const int64_t*, int64_t, int64_t) { work(); }, 1);

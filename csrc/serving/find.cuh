@@ -7,12 +7,12 @@
 
 namespace torchrec_hkv::serving::cuda {
 
-struct Words {
+struct BucketWords {
   int64_t at[8];
 };
 
-__device__ inline Words load_bucket(const Bucket* bucket) {
-  Words words;
+__device__ inline BucketWords load_bucket(const Bucket* bucket) {
+  BucketWords words;
   const auto* from = reinterpret_cast<const longlong2*>(bucket);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -23,26 +23,26 @@ __device__ inline Words load_bucket(const Bucket* bucket) {
   return words;
 }
 
-enum class InBucket { kNo, kErased, kFound };
+enum class BucketMatch { kNo, kErased, kFound };
 
 // Searches an id in a bucket; *row is the number of its row.
-__device__ inline InBucket find_in_bucket(const Words& words, int64_t id, int64_t* row) {
+__device__ inline BucketMatch find_in_bucket(const BucketWords& words, int64_t id, int64_t* row) {
   const auto header = static_cast<uint64_t>(words.at[0]);
   uint32_t matches = 0;
 #pragma unroll
   for (int k = 0; k < kBucketIds; ++k) matches |= (words.at[k + 1] == id ? 1u : 0u) << k;
   matches &= (1u << count_of(header)) - 1;
-  if (matches == 0) return InBucket::kNo;
+  if (matches == 0) return BucketMatch::kNo;
   const int position = __ffs(matches) - 1;
   *row = first_row_of(header) + position;
-  return is_erased(header, position) ? InBucket::kErased : InBucket::kFound;
+  return is_erased(header, position) ? BucketMatch::kErased : BucketMatch::kFound;
 }
 
-__device__ inline InBucket find_in_layer(const Layer& layer, int64_t id, int64_t* row) {
-  const Choice choice = choose(id, layer.geometry);
-  const Words words = load_bucket(layer.buckets + choice.first);
-  const InBucket found = find_in_bucket(words, id, row);
-  if (found != InBucket::kNo || !has_spilled(static_cast<uint64_t>(words.at[0]))) return found;
+__device__ inline BucketMatch find_in_layer(const Layer& layer, int64_t id, int64_t* row) {
+  const CandidateBuckets choice = choose(id, layer.geometry);
+  const BucketWords words = load_bucket(layer.buckets + choice.first);
+  const BucketMatch found = find_in_bucket(words, id, row);
+  if (found != BucketMatch::kNo || !has_spilled(static_cast<uint64_t>(words.at[0]))) return found;
   return find_in_bucket(load_bucket(layer.buckets + choice.second), id, row);
 }
 
@@ -50,14 +50,14 @@ __device__ inline InBucket find_in_layer(const Layer& layer, int64_t id, int64_t
 // is sampled.
 __device__ inline const char* row_in_tiers(const Table& table, int64_t row, bool sampled,
                                            bool* is_in_host_memory) {
-  const HotRows& hot = table.hot;
-  const uint2 word = __ldg(reinterpret_cast<const uint2*>(hot.words) + row / kHotWordRows);
-  if (sampled && hot.counts != nullptr && hot.counts[row] < kMostHotCount) {
+  const HotRowCache& hot = table.hot;
+  const uint2 word = __ldg(reinterpret_cast<const uint2*>(hot.words) + row / kHotMaskRows);
+  if (sampled && hot.counts != nullptr && hot.counts[row] < kMaxHotCount) {
     atomicAdd(hot.counts + row, 1u);
   }
-  const int64_t place = hot_place({word.x, word.y}, row);
-  *is_in_host_memory = place < 0;
-  return place < 0 ? table.base.rows + row * table.row_bytes : hot.rows + place * table.row_bytes;
+  const int64_t index = hot_index({word.x, word.y}, row);
+  *is_in_host_memory = index < 0;
+  return index < 0 ? table.base.rows + row * table.row_bytes : hot.rows + index * table.row_bytes;
 }
 
 // The row of an id; null if the table lacks it. kTiered: the table may have rows in host memory;
@@ -67,11 +67,11 @@ __device__ inline const char* find_row(const Table& table, int64_t id, bool samp
                                        bool* is_in_host_memory = nullptr) {
   int64_t row = 0;
   if (table.changes.buckets != nullptr) {
-    const InBucket found = find_in_layer(table.changes, id, &row);
-    if (found == InBucket::kErased) return nullptr;
-    if (found == InBucket::kFound) return table.changes.rows + row * table.row_bytes;
+    const BucketMatch found = find_in_layer(table.changes, id, &row);
+    if (found == BucketMatch::kErased) return nullptr;
+    if (found == BucketMatch::kFound) return table.changes.rows + row * table.row_bytes;
   }
-  if (find_in_layer(table.base, id, &row) != InBucket::kFound) return nullptr;
+  if (find_in_layer(table.base, id, &row) != BucketMatch::kFound) return nullptr;
   if constexpr (kTiered) {
     if (table.hot.words != nullptr) return row_in_tiers(table, row, sampled, is_in_host_memory);
   }

@@ -55,11 +55,11 @@ inline int position_of(const Bucket& bucket, int64_t id) {
 }
 
 // Stands for the row of an id that is erased in a layer.
-inline constexpr char kErased = 0;
+inline constexpr char kErasedRow = 0;
 
 // Finds the rows of some ids in two steps, so that other work can be done while the buckets are
 // fetched from memory.
-class Search {
+class RowSearch {
  public:
   // Prefetches the buckets of n ids. The ids must stay valid until the search is finished.
   void begin(const Table& table, const int64_t* ids, int64_t n) {
@@ -84,7 +84,7 @@ class Search {
     if (has_base) find_in<true>(table_->base, buckets_.data(), rows);
     int64_t unknown = 0;
     for (int64_t i = 0; i < n_; ++i) {
-      if (rows[i] == &kErased) rows[i] = nullptr;
+      if (rows[i] == &kErasedRow) rows[i] = nullptr;
       unknown += rows[i] == nullptr;
     }
     return unknown;
@@ -94,9 +94,9 @@ class Search {
   void begin_in(const Layer& layer, std::vector<const Bucket*>& buckets) {
     if (layer.buckets == nullptr) return;
     if (static_cast<int64_t>(buckets.size()) < n_) buckets.resize(n_);
-    const Layer its = layer;
+    const Layer local_layer = layer;
     for (int64_t i = 0; i < n_; ++i) {
-      buckets[i] = its.buckets + choose(ids_[i], its.geometry).first;
+      buckets[i] = local_layer.buckets + choose(ids_[i], local_layer.geometry).first;
       prefetch_line(buckets[i]);
     }
   }
@@ -105,12 +105,12 @@ class Search {
   // rows, without erased ones.
   template <bool kOnlyNull>
   int64_t find_in(const Layer& layer, const Bucket* const* buckets, const char** rows) const {
-    const Layer its = layer;
+    const Layer local_layer = layer;
     const int64_t n = n_, row_bytes = table_->row_bytes, prefetched = prefetched_;
     const int64_t* const ids = ids_;
     int64_t known = 0;
     // Whether the id may be in its second bucket.
-    const auto look = [=, &known](int64_t i, const Bucket& bucket) {
+    const auto match_bucket = [=, &known](int64_t i, const Bucket& bucket) {
       const uint32_t found = matches(bucket, ids[i]);
       if (found == 0) {
         rows[i] = nullptr;
@@ -118,10 +118,10 @@ class Search {
       }
       const int position = __builtin_ctz(found);
       if (is_erased(bucket.header, position)) [[unlikely]] {
-        rows[i] = &kErased;
+        rows[i] = &kErasedRow;
         return false;
       }
-      rows[i] = its.rows + (first_row_of(bucket.header) + position) * row_bytes;
+      rows[i] = local_layer.rows + (first_row_of(bucket.header) + position) * row_bytes;
       prefetch_row(rows[i], prefetched);
       ++known;
       return false;
@@ -134,12 +134,12 @@ class Search {
       int waits = 0;
       for (int64_t i = first; i < last; ++i) {
         if (kOnlyNull && rows[i] != nullptr) continue;
-        if (!look(i, *buckets[i])) continue;
+        if (!match_bucket(i, *buckets[i])) continue;
         waiting[waits] = i;
-        seconds[waits] = its.buckets + choose(ids[i], its.geometry).second;
+        seconds[waits] = local_layer.buckets + choose(ids[i], local_layer.geometry).second;
         prefetch_line(seconds[waits++]);
       }
-      for (int k = 0; k < waits; ++k) look(waiting[k], *seconds[k]);
+      for (int k = 0; k < waits; ++k) match_bucket(waiting[k], *seconds[k]);
     }
     return known;
   }

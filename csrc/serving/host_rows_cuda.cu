@@ -1,7 +1,7 @@
 // Copies rows from host memory in the order of their addresses.
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "common/scan.cuh"
 #include "serving/host_rows.cuh"
 
@@ -13,14 +13,14 @@ constexpr int kScanThreads = 1024;
 // For fewer rows, ordering takes longer than it saves.
 constexpr int64_t kFewRows = 1 << 13;
 // Limit of the bytes that a lookup copies; it reads further rows in place.
-constexpr int64_t kMostCopiedBytes = int64_t{256} << 20;
+constexpr int64_t kMaxCopiedBytes = int64_t{256} << 20;
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
 // Replaces counts by the positions of the stretches' first rows. One block.
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(const HostRows rows) {
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(const HostRowList rows) {
   using Scan = BlockScan<uint32_t, kScanThreads>;
-  constexpr uint32_t kOwn = kMostStretches / kScanThreads;
+  constexpr uint32_t kOwn = kMaxBins / kScanThreads;
   __shared__ Scan::Storage storage;
   uint32_t* const mine = rows.counts + threadIdx.x * kOwn;
   uint32_t all = 0, of_block = 0;
@@ -35,14 +35,14 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const HostRows rows)
   }
 }
 
-__device__ __forceinline__ uint32_t number_of(const HostRows& rows) {
+__device__ __forceinline__ uint32_t number_of(const HostRowList& rows) {
   return min(*rows.number, rows.capacity);
 }
 
-__global__ void __launch_bounds__(kThreads) order_kernel(const HostRows rows) {
+__global__ void __launch_bounds__(kThreads) order_kernel(const HostRowList rows) {
   const uint32_t number = number_of(rows);
   for (uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < number; i += gridDim.x * kThreads) {
-    rows.ordered[atomicAdd(&rows.counts[rows.stretches[i]], 1u)] = rows.listed[i];
+    rows.ordered[atomicAdd(&rows.counts[rows.bins[i]], 1u)] = rows.listed[i];
   }
 }
 
@@ -56,21 +56,21 @@ __device__ __forceinline__ void copy_rows(const HostRow (&of)[kTogether], char* 
 #pragma unroll
   for (int r = 0; r < kTogether; ++r) longest = max(longest, of[r].bytes);
   for (uint32_t at = threadIdx.x % 32 * kBytes; at < longest; at += 32 * kBytes) {
-    Word held[kTogether];
+    Word words[kTogether];
 #pragma unroll
     for (int r = 0; r < kTogether; ++r) {
-      if (at < of[r].bytes) held[r] = __ldcs(reinterpret_cast<const Word*>(of[r].row + at));
+      if (at < of[r].bytes) words[r] = __ldcs(reinterpret_cast<const Word*>(of[r].row + at));
     }
 #pragma unroll
     for (int r = 0; r < kTogether; ++r) {
-      if (at < of[r].bytes) *reinterpret_cast<Word*>(to + r * slot_bytes + at) = held[r];
+      if (at < of[r].bytes) *reinterpret_cast<Word*>(to + r * slot_bytes + at) = words[r];
     }
   }
 }
 
 // Neighbouring rows are copied by different warps, so that the rows in flight belong to few
 // stretches.
-__global__ void __launch_bounds__(kThreads) copy_kernel(const HostRows rows) {
+__global__ void __launch_bounds__(kThreads) copy_kernel(const HostRowList rows) {
   const uint32_t number = number_of(rows), lane = threadIdx.x % 32;
   const uint32_t step = gridDim.x * (kThreads / 32) * kTogether;
   for (uint32_t first = (blockIdx.x * kThreads + threadIdx.x) / 32 * kTogether; first < number;
@@ -90,22 +90,22 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const HostRows rows) {
     }
 #pragma unroll
     for (int r = 0; r < kTogether; ++r) {
-      if (lane == r && of[r].row != nullptr) rows.found[of[r].place] = to + r * rows.slot_bytes;
+      if (lane == r && of[r].row != nullptr) rows.found[of[r].position] = to + r * rows.slot_bytes;
     }
   }
 }
 
 }  // namespace
 
-HostRows HostRows::in(const Staging& staging, size_t* bytes) {
-  HostRows made{};
+HostRowList HostRowList::in(const Staging& staging, size_t* bytes) {
+  HostRowList made{};
   made.slot_bytes = static_cast<int64_t>(aligned(static_cast<size_t>(staging.row_bytes)));
   made.found = staging.found;
-  const int64_t room = kMostCopiedBytes / made.slot_bytes;
+  const int64_t max_copies = kMaxCopiedBytes / made.slot_bytes;
   if (staging.host_bytes > 0 && staging.num_found >= kFewRows && staging.num_found <= UINT32_MAX) {
-    made.capacity = static_cast<uint32_t>(min(staging.num_found, room));
+    made.capacity = static_cast<uint32_t>(min(staging.num_found, max_copies));
   }
-  while ((staging.host_bytes - 1) >> made.shift >= kMostStretches) ++made.shift;
+  while ((staging.host_bytes - 1) >> made.shift >= kMaxBins) ++made.shift;
   char* at = staging.memory;
   const auto take = [&](size_t size) {
     char* const begin = at;
@@ -113,11 +113,11 @@ HostRows HostRows::in(const Staging& staging, size_t* bytes) {
     return begin;
   };
   const size_t n = made.capacity;
-  made.counts = reinterpret_cast<uint32_t*>(take((kMostStretches + 1) * sizeof(uint32_t)));
-  made.number = made.counts + kMostStretches;
+  made.counts = reinterpret_cast<uint32_t*>(take((kMaxBins + 1) * sizeof(uint32_t)));
+  made.number = made.counts + kMaxBins;
   made.listed = reinterpret_cast<HostRow*>(take(n * sizeof(HostRow)));
   made.ordered = reinterpret_cast<HostRow*>(take(n * sizeof(HostRow)));
-  made.stretches = reinterpret_cast<uint16_t*>(take(n * sizeof(uint16_t)));
+  made.bins = reinterpret_cast<uint16_t*>(take(n * sizeof(uint16_t)));
   made.copies = take(n * static_cast<size_t>(made.slot_bytes));
   *bytes = made.capacity == 0 ? 0 : static_cast<size_t>(at - staging.memory);
   return made;
@@ -125,17 +125,17 @@ HostRows HostRows::in(const Staging& staging, size_t* bytes) {
 
 size_t staging_bytes(const Staging& staging) {
   size_t bytes = 0;
-  HostRows::in(staging, &bytes);
+  HostRowList::in(staging, &bytes);
   return bytes;
 }
 
-void begin_list(const HostRows& rows, cudaStream_t stream) {
+void begin_list(const HostRowList& rows, cudaStream_t stream) {
   if (rows.capacity == 0) return;
-  const size_t bytes = (kMostStretches + 1) * sizeof(uint32_t);
+  const size_t bytes = (kMaxBins + 1) * sizeof(uint32_t);
   HKV_CUDA_CHECK(cudaMemsetAsync(rows.counts, 0, bytes, stream));
 }
 
-void copy_listed(const HostRows& rows, cudaStream_t stream) {
+void copy_listed(const HostRowList& rows, cudaStream_t stream) {
   if (rows.capacity == 0) return;
   const unsigned most = multiprocessors();
   const auto needed = [&](uint32_t of_block) { return (rows.capacity + of_block - 1) / of_block; };

@@ -12,26 +12,26 @@
 
 namespace torchrec_hkv::serving {
 
-constexpr int kHotWordRows = 32;
+constexpr int kHotMaskRows = 32;
 
 // 32 rows, from a multiple of 32 on.
-struct HotWord {
+struct HotMaskWord {
   uint32_t mask;    // which rows are hot, the first row in the lowest bit
   uint32_t before;  // number of hot rows before these rows
 };
-static_assert(sizeof(HotWord) == 8);
+static_assert(sizeof(HotMaskWord) == 8);
 
-struct HotRows {
-  const HotWord* words;  // null: the table has no rows in host memory
+struct HotRowCache {
+  const HotMaskWord* words;  // null: the table has no rows in host memory
   const char* rows;
-  // Number of sampled lookups of each row, at most kMostHotCount; null: not counted.
+  // Number of sampled lookups of each row, at most kMaxHotCount; null: not counted.
   uint32_t* counts;
   unsigned long long* host_lookups;  // lookups that read a row in host memory; null: not counted
   int64_t bytes_before;              // bytes of rows in host memory of the tables before this one
 };
 
 // Further lookups of a row don't change its count.
-constexpr uint32_t kMostHotCount = uint32_t{1} << 30;
+constexpr uint32_t kMaxHotCount = uint32_t{1} << 30;
 
 HKV_HOST_DEVICE uint32_t bits_of(uint32_t mask) {
 #ifdef __CUDA_ARCH__
@@ -42,8 +42,8 @@ HKV_HOST_DEVICE uint32_t bits_of(uint32_t mask) {
 }
 
 // The position of a row among the hot rows, or -1.
-HKV_HOST_DEVICE int64_t hot_place(const HotWord& word, int64_t row) {
-  const uint32_t bit = uint32_t{1} << (row % kHotWordRows);
+HKV_HOST_DEVICE int64_t hot_index(const HotMaskWord& word, int64_t row) {
+  const uint32_t bit = uint32_t{1} << (row % kHotMaskRows);
   return (word.mask & bit) == 0 ? -1 : int64_t{word.before} + bits_of(word.mask & (bit - 1));
 }
 
@@ -54,8 +54,8 @@ HKV_HOST_DEVICE bool is_sampled(int64_t position, uint32_t phase) {
 }
 
 // Rows to be copied to the hot rows.
-struct HotCopy {
-  const HotWord* words;
+struct HotRowCopy {
+  const HotMaskWord* words;
   int64_t rows;  // number of rows of the table
   const char* from;
   int64_t row_bytes;

@@ -12,10 +12,10 @@ namespace torchrec_hkv::serving::cpu {
 void look_up(const Feature& feature, int threads);
 
 // The placement of the ids of some blocks.
-struct Placement {
+struct BlockPlacement {
   const int64_t* ids;  // [n], distinct, all of blocks [first_block, first_block + blocks)
   int64_t n;
-  Geometry geometry;
+  IndexGeometry geometry;
   uint32_t first_block;
   uint32_t blocks;
   int64_t first_row;   // number of the first row
@@ -24,13 +24,13 @@ struct Placement {
   int64_t* order;      // out: [n]; row first_row + i belongs to ids[order[i]]
 };
 
-enum class Placed { kYes, kForeignId, kRepeatedId, kFull };
+enum class PlaceStatus { kYes, kForeignId, kRepeatedId, kFull };
 
 // Fills buckets. A result other than kYes is the reason why the id `*at` could not be placed.
-Placed place(const Placement& placement, int64_t* at, int threads);
+PlaceStatus place(const BlockPlacement& placement, int64_t* at, int threads);
 
 // Rows to be converted to 8 or 4 bits.
-struct Quantization {
+struct QuantizeArguments {
   const float* rows;  // [n, dim]
   int64_t n;
   int32_t dim;
@@ -40,22 +40,22 @@ struct Quantization {
   char* out;    // [n, row bytes]
 };
 
-struct Quantized {
+struct QuantizeResult {
   int64_t rows;   // number of rows before the first with a value that exceeds the limit or is not
                   // finite
   float largest;  // largest absolute value of that row
-  int room;       // number of doublings of the unit that all rows before it support: see lower()
+  int headroom;   // number of doublings of the unit that all rows before it support: see lower()
 };
 
 // Converts rows up to the first that exceeds the limit. Output after it may have been written, too.
-Quantized quantize(const Quantization& its, int threads);
+QuantizeResult quantize(const QuantizeArguments& arguments, int threads);
 
 // Converts quantized rows to a unit that is larger by a power of two. If the rows have room for
 // this many doublings, the result equals that of quantize() with the larger unit.
 void lower(char* rows, int64_t n, int64_t row_bytes, int doublings);
 
 // Rows to be copied: row `order[i]` to position i.
-struct Gathered {
+struct GatherArguments {
   const char* rows;
   const int64_t* order;  // [n]
   int64_t n;
@@ -63,25 +63,25 @@ struct Gathered {
   char* out;  // [n, row_bytes]
 };
 
-void gather(const Gathered& its, int threads);
+void gather(const GatherArguments& arguments, int threads);
 
-struct Split {
+struct SplitOutput {
   int64_t* order;   // [n], numbers of the ids
   int64_t* ids;     // [n], in this order
   int64_t* counts;  // [parts]
 };
 
 // Sorts ids by parts, which are ranges of blocks; the sort is stable.
-void split(const int64_t* ids, int64_t n, uint32_t parts, const Split& out, int threads);
+void split(const int64_t* ids, int64_t n, uint32_t parts, const SplitOutput& out, int threads);
 
 // Makes the `wanted` rows with the largest counts hot, or all rows if there are fewer. Among equal
 // counts, rows that were hot before (null: none) are preferred, then the first rows. words: out,
 // one per 32 rows.
-void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotWord* before,
-                     HotWord* words);
+void choose_hot_rows(const uint32_t* counts, int64_t n, int64_t wanted, const HotMaskWord* before,
+                     HotMaskWord* words);
 
-void copy_hot_rows(const HotCopy& its, int threads);
+void copy_hot_rows(const HotRowCopy& arguments, int threads);
 
-void find_row_numbers(const RowNumbers& its, int threads);
+void find_row_numbers(const RowNumbers& arguments, int threads);
 
 }  // namespace torchrec_hkv::serving::cpu

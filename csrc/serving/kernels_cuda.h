@@ -21,7 +21,7 @@ struct Staging {
 size_t staging_bytes(const Staging& staging);
 
 // Writes the row of each id; unknown ids get their initial or default row and are counted.
-struct RowsCall {
+struct RowsLaunch {
   const Table* table;  // in device memory
   // Copies of the table's fields on the host, to choose kernels.
   RowFormat format;
@@ -35,7 +35,7 @@ struct RowsCall {
   Staging staging;    // if the table has rows in host memory; otherwise found is null
   uint32_t phase;     // of is_sampled, another in each call
 };
-void look_up_rows(const RowsCall& call, cudaStream_t stream);
+void look_up_rows(const RowsLaunch& call, cudaStream_t stream);
 
 // One output of a pooled lookup.
 struct PooledOutput {
@@ -47,7 +47,7 @@ struct PooledOutput {
   int32_t fused;
 };
 
-struct PoolCall {
+struct PoolLaunch {
   const Table* tables;  // in device memory
   // In device memory. Outputs whose tables have a multiple of four columns come first.
   const PooledOutput* outputs;
@@ -67,10 +67,10 @@ struct PoolCall {
   int64_t* counters;  // [tables, 2]
   uint32_t phase;     // of is_sampled, another in each call
 };
-void pool(const PoolCall& call, cudaStream_t stream);
+void pool(const PoolLaunch& call, cudaStream_t stream);
 
 // Copies the hot rows of a table from memory that the GPU reads.
-void copy_hot_rows(const HotCopy& call, cudaStream_t stream);
+void copy_hot_rows(const HotRowCopy& call, cudaStream_t stream);
 
 void find_row_numbers(const RowNumbers& call, cudaStream_t stream);
 

@@ -12,23 +12,23 @@ namespace {
 
 // Ids of a chunk: as many as their rows fit into the second-level cache besides the rows of the
 // chunk that is read meanwhile.
-constexpr int64_t kMostFound = 64, kLeastFound = 8, kBytesFound = 32768;
+constexpr int64_t kMaxFound = 64, kMinFound = 8, kBytesFound = 32768;
 // In a bag with more ids, rows are prefetched while rows are read: this many bytes ahead.
-constexpr int64_t kBytesAhead = 16384, kLeastAhead = 2, kMostAhead = 64;
+constexpr int64_t kBytesAhead = 16384, kMinAhead = 2, kMaxAhead = 64;
 
 // Processes whole bags in chunks, in three steps. While a chunk is read, the rows of the next chunk
 // and the buckets of the chunk after it are fetched from memory.
-class Chunks {
+class ChunkPipeline {
  public:
-  Chunks(const Feature& feature, int64_t begin, int64_t end)
+  ChunkPipeline(const Feature& feature, int64_t begin, int64_t end)
       : feature_(feature), table_(*feature.table), next_(begin), end_(end) {}
 
   // Processes all chunks; returns the number of unknown ids.
   int64_t run() {
-    for (int64_t number = 0; number < 2 || held_[(number - 2) % 3].begin < end_; ++number) {
-      prepare(held_[number % 3]);
-      if (number >= 1) find(held_[(number - 1) % 3]);
-      if (number >= 2) read(held_[(number - 2) % 3]);
+    for (int64_t number = 0; number < 2 || chunks_[(number - 2) % 3].begin < end_; ++number) {
+      prepare(chunks_[number % 3]);
+      if (number >= 1) find(chunks_[(number - 1) % 3]);
+      if (number >= 2) read(chunks_[(number - 2) % 3]);
     }
     return unknown_;
   }
@@ -37,7 +37,7 @@ class Chunks {
   struct Chunk {
     int64_t begin, end;   // bags
     int64_t first, last;  // ids
-    Search search;
+    RowSearch search;
     std::vector<const char*> rows;
   };
 
@@ -50,10 +50,10 @@ class Chunks {
     if (next_ == end_) return;
     chunk.first = start_of(next_);
     if (feature_.offsets == nullptr) {
-      next_ = std::min(next_ + most_, end_);
+      next_ = std::min(next_ + max_ids_, end_);
     } else {
       do ++next_;
-      while (next_ < end_ && start_of(next_ + 1) - chunk.first <= most_);
+      while (next_ < end_ && start_of(next_ + 1) - chunk.first <= max_ids_);
     }
     chunk.end = next_;
     chunk.last = start_of(next_);
@@ -64,13 +64,13 @@ class Chunks {
     if (chunk.begin == chunk.end) return;
     const int64_t n = chunk.last - chunk.first;
     if (static_cast<int64_t>(chunk.rows.size()) < n) chunk.rows.resize(n);
-    unknown_ += chunk.search.finish(chunk.rows.data(), n <= most_);
+    unknown_ += chunk.search.finish(chunk.rows.data(), n <= max_ids_);
   }
 
   void read(const Chunk& chunk) {
     if (chunk.begin == chunk.end) return;
-    const bool prefetched = chunk.last - chunk.first <= most_;
-    const int64_t ahead = std::clamp(kBytesAhead / table_.row_bytes, kLeastAhead, kMostAhead);
+    const bool prefetched = chunk.last - chunk.first <= max_ids_;
+    const int64_t ahead = std::clamp(kBytesAhead / table_.row_bytes, kMinAhead, kMaxAhead);
     const FoundRows found{chunk.rows.data(), chunk.first, chunk.last, prefetched ? 0 : ahead};
     if (feature_.offsets == nullptr) {
       write_rows(feature_, found);
@@ -81,11 +81,11 @@ class Chunks {
 
   const Feature& feature_;
   const Table& table_;
-  const int64_t most_ = std::clamp(kBytesFound / table_.row_bytes, kLeastFound, kMostFound);
+  const int64_t max_ids_ = std::clamp(kBytesFound / table_.row_bytes, kMinFound, kMaxFound);
   int64_t next_;
   const int64_t end_;
   int64_t unknown_ = 0;
-  Chunk held_[3];
+  Chunk chunks_[3];
 };
 
 }  // namespace
@@ -97,7 +97,7 @@ void look_up(const Feature& feature, int threads) {
   // A thread pays off from some thousand ids on.
   const int64_t grain = ids == 0 ? feature.bags + 1 : 4096 * feature.bags / ids + 1;
   parallel_for(feature.bags, grain, threads, [&](int64_t begin, int64_t end) {
-    const int64_t unknown = Chunks(feature, begin, end).run();
+    const int64_t unknown = ChunkPipeline(feature, begin, end).run();
     if (unknown > 0) __atomic_fetch_add(feature.unknown, unknown, __ATOMIC_RELAXED);
   });
 }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int64_t kMostFindBlocks = 2048;
+constexpr int64_t kMaxFindBlocks = 2048;
 
 __device__ void count_host_lookups(const Table& table, int lookups) {
   if (lookups > 0 && table.hot.host_lookups != nullptr) {
@@ -44,7 +44,7 @@ constexpr int same_type(RowFormat format) {
                                           : -2;
 }
 template <RowFormat kFormat, int kColumns, int kOut, bool kFound>
-__global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
+__global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsLaunch call) {
   const int lane = threadIdx.x & 31;
   const int64_t first = (int64_t{blockIdx.x} * kRowsThreads + threadIdx.x) / 32 * 32;
   if (first >= call.n) return;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
   int32_t at_row = lane / pieces, at = lane % pieces;
   const int32_t step_rows = 32 / pieces, step = 32 % pieces;
   for (int32_t base = lane; base - lane < total; base += 32 * kAhead) {
-    Piece<kFormat, kColumns> held[kAhead];
+    ColumnBlock<kFormat, kColumns> column_blocks[kAhead];
     uint32_t known = 0;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
       const auto from = reinterpret_cast<const char*>(
           __shfl_sync(kAll, reinterpret_cast<unsigned long long>(row), is_there ? at_row : 0));
       if (is_there && from != nullptr) {
-        held[k].load(from, at * kColumns);
+        column_blocks[k].load(from, at * kColumns);
         known |= 1u << k;
       }
       at += step;
@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
       float values[kColumns];
       if (known >> k & 1) {
         if constexpr (kOut == same_type(kFormat)) {
-          held[k].store(out + piece * piece_bytes);
+          column_blocks[k].store(out + piece * piece_bytes);
           continue;
         }
         // widen() needs the column only if a byte holds two columns and one of them is read.
         constexpr bool kInHalves = kFormat == RowFormat::kInt4 && kColumns == 1;
-        held[k].widen(unit, kInHalves ? piece % pieces : 0, values);
+        column_blocks[k].widen(unit, kInHalves ? piece % pieces : 0, values);
       } else {
         copy_unknown<kColumns>(*call.table, call.ids[first + piece / pieces],
                                piece % pieces * kColumns, values);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kRowsThreads) rows_kernel(RowsCall call) {
 // blocks in a row of the grid.
 template <bool kTiered>
 __device__ __forceinline__ void find_rows(const Table& table, const int64_t* ids, int64_t begin,
-                                          int64_t end, uint32_t phase, const HostRows& rows,
+                                          int64_t end, uint32_t phase, const HostRowList& rows,
                                           const char** found, int64_t first_place,
                                           int64_t* counters) {
   const int64_t stride = int64_t{gridDim.x} * kThreads;
@@ -142,13 +142,13 @@ __device__ __forceinline__ void find_rows(const Table& table, const int64_t* ids
                 blockIdx.x == 0 && end > begin ? end - begin : 0);
 }
 
-__global__ void __launch_bounds__(kThreads) find_rows_kernel(RowsCall call, HostRows rows) {
+__global__ void __launch_bounds__(kThreads) find_rows_kernel(RowsLaunch call, HostRowList rows) {
   find_rows<true>(*call.table, call.ids, 0, call.n, call.phase, rows, rows.found, 0, call.counters);
 }
 
 // found[layer * n + i] = the row of id i in the table of each output, or null; counts ids.
 template <bool kTiered>
-__global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call, HostRows rows) {
+__global__ void __launch_bounds__(kThreads) find_kernel(PoolLaunch call, HostRowList rows) {
   const PooledOutput output = call.outputs[blockIdx.y];
   const int64_t* const of = call.offsets + output.feature * call.batch_size;
   const int64_t begin = max(of[0], int64_t{0}), end = min(of[call.batch_size], call.n);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) find_kernel(PoolCall call, HostRows 
 
 // Pools the bags of one output. A lane takes kColumns columns, and a bag as many lanes as needed.
 template <RowFormat kFormat, int kColumns>
-__device__ void pool_bags(const PoolCall& call, const PooledOutput& output, const Table& table) {
+__device__ void pool_bags(const PoolLaunch& call, const PooledOutput& output, const Table& table) {
   constexpr int kRowsAhead = 4;
   const int32_t pieces = table.dim / kColumns;
   int32_t lanes = 1;
@@ -182,20 +182,20 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
     float sums[kColumns] = {};
     float weight_sum = 0.0f;
     for (int64_t i = begin; i < end; i += kRowsAhead) {
-      Piece<kFormat, kColumns> held[kRowsAhead];
+      ColumnBlock<kFormat, kColumns> column_blocks[kRowsAhead];
       const char* rows[kRowsAhead];
 #pragma unroll
       for (int k = 0; k < kRowsAhead; ++k) rows[k] = i + k < end ? found[i + k] : nullptr;
 #pragma unroll
       for (int k = 0; k < kRowsAhead; ++k) {
-        if (rows[k] != nullptr) held[k].load(rows[k], column);
+        if (rows[k] != nullptr) column_blocks[k].load(rows[k], column);
       }
 #pragma unroll
       for (int k = 0; k < kRowsAhead; ++k) {
         if (i + k >= end) break;
         float values[kColumns];
         if (rows[k] != nullptr) {
-          held[k].widen(table.unit, column, values);
+          column_blocks[k].widen(table.unit, column, values);
         } else {
           copy_unknown<kColumns>(table, call.ids[i + k], column, values);
         }
@@ -226,7 +226,7 @@ __device__ void pool_bags(const PoolCall& call, const PooledOutput& output, cons
 }
 
 template <int kColumns>
-__global__ void __launch_bounds__(kThreads) pool_kernel(PoolCall call, int first_output) {
+__global__ void __launch_bounds__(kThreads) pool_kernel(PoolLaunch call, int first_output) {
   const PooledOutput output = call.outputs[first_output + blockIdx.y];
   const Table& table = call.tables[output.table];
   switch (table.format) {
@@ -245,7 +245,8 @@ __global__ void __launch_bounds__(kThreads) pool_kernel(PoolCall call, int first
 
 // Pools some of the outputs, whose tables have at most `widest` columns.
 template <int kColumns>
-void launch_pool(const PoolCall& call, int first, int count, int32_t widest, cudaStream_t stream) {
+void launch_pool(const PoolLaunch& call, int first, int count, int32_t widest,
+                 cudaStream_t stream) {
   if (count == 0) return;
   int64_t lanes = 1;
   while (lanes < widest / kColumns && lanes < 32) lanes *= 2;
@@ -256,7 +257,7 @@ void launch_pool(const PoolCall& call, int first, int count, int32_t widest, cud
 }
 
 template <RowFormat kFormat, int kColumns, int kOut, bool kFound = false>
-void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
+void launch_rows_of(const RowsLaunch& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((call.n + kRowsThreads - 1) / kRowsThreads);
   rows_kernel<kFormat, kColumns, kOut, kFound><<<blocks, kRowsThreads, 0, stream>>>(call);
   HKV_CUDA_CHECK_LAUNCH();
@@ -264,12 +265,13 @@ void launch_rows_of(const RowsCall& call, cudaStream_t stream) {
 
 // Whether rows and outputs are aligned to pieces of kColumns columns.
 template <RowFormat kFormat, int kColumns>
-bool fits_pieces(const RowsCall& call) {
-  return call.dim % kColumns == 0 && call.row_bytes % Piece<kFormat, kColumns>::kWordBytes == 0;
+bool fits_pieces(const RowsLaunch& call) {
+  return call.dim % kColumns == 0 &&
+         call.row_bytes % ColumnBlock<kFormat, kColumns>::kWordBytes == 0;
 }
 
 template <RowFormat kFormat, int kColumns>
-void launch_typed_rows(const RowsCall& call, cudaStream_t stream) {
+void launch_typed_rows(const RowsLaunch& call, cudaStream_t stream) {
   constexpr auto as_int = [](RowType type) { return static_cast<int>(type); };
   switch (call.type) {
     case RowType::kFloat32:
@@ -282,7 +284,7 @@ void launch_typed_rows(const RowsCall& call, cudaStream_t stream) {
 }
 
 template <RowFormat kFormat>
-void launch_rows(const RowsCall& call, cudaStream_t stream) {
+void launch_rows(const RowsLaunch& call, cudaStream_t stream) {
   // The number of columns of a lane that is best for most tables, if rows and outputs are aligned.
   constexpr int kWidest = kFormat == RowFormat::kFloat32 ? 4 : 8;
   const bool in_widest = fits_pieces<kFormat, kWidest>(call);
@@ -299,13 +301,13 @@ void launch_rows(const RowsCall& call, cudaStream_t stream) {
 
 }  // namespace
 
-void look_up_rows(const RowsCall& call, cudaStream_t stream) {
+void look_up_rows(const RowsLaunch& call, cudaStream_t stream) {
   if (call.n == 0) return;
   if (call.staging.found != nullptr) {
     size_t bytes = 0;
-    const HostRows rows = HostRows::in(call.staging, &bytes);
+    const HostRowList rows = HostRowList::in(call.staging, &bytes);
     begin_list(rows, stream);
-    const int64_t blocks = min((call.n + kThreads - 1) / kThreads, kMostFindBlocks);
+    const int64_t blocks = min((call.n + kThreads - 1) / kThreads, kMaxFindBlocks);
     find_rows_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call, rows);
     HKV_CUDA_CHECK_LAUNCH();
     copy_listed(rows, stream);
@@ -324,14 +326,14 @@ void look_up_rows(const RowsCall& call, cudaStream_t stream) {
   }
 }
 
-void pool(const PoolCall& call, cudaStream_t stream) {
+void pool(const PoolLaunch& call, cudaStream_t stream) {
   if (call.num_outputs == 0 || call.batch_size == 0) return;
   if (call.n > 0) {
     const int64_t wanted = call.n / call.num_outputs / kThreads + 1;
-    const dim3 grid(static_cast<unsigned>(min(wanted, kMostFindBlocks)),
+    const dim3 grid(static_cast<unsigned>(min(wanted, kMaxFindBlocks)),
                     static_cast<unsigned>(call.num_outputs));
     size_t bytes = 0;
-    const HostRows rows = HostRows::in(call.staging, &bytes);
+    const HostRowList rows = HostRowList::in(call.staging, &bytes);
     begin_list(rows, stream);
     if (call.staging.host_bytes > 0) {
       find_kernel<true><<<grid, kThreads, 0, stream>>>(call, rows);

@@ -23,22 +23,22 @@ struct FoundRows {
 };
 
 // How a row is added to a sum.
-enum class Adding {
+enum class Accumulation {
   kPlain,        // sum + row
   kScaled,       // sum + by * row, rounded twice
   kFusedScaled,  // the same, rounded once
 };
 
 template <typename Vector>
-Vector fused_multiply_add(float by, const Vector& x, const Vector& sum) {
+Vector fused_multiply_add(float row_scale, const Vector& x, const Vector& sum) {
   if constexpr (sizeof(Vector) == sizeof(float)) {
-    return std::fma(by, x, sum);
+    return std::fma(row_scale, x, sum);
   } else {
 #ifdef __FMA__
-    return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(by), (__m256)x, (__m256)sum);
+    return (Vector)_mm256_fmadd_ps(_mm256_set1_ps(row_scale), (__m256)x, (__m256)sum);
 #else
     Vector out;
-    for (int k = 0; k < kColumnsOf<Vector>; ++k) out[k] = std::fma(by, x[k], sum[k]);
+    for (int k = 0; k < kColumnsOf<Vector>; ++k) out[k] = std::fma(row_scale, x[k], sum[k]);
     return out;
 #endif
   }
@@ -46,13 +46,13 @@ Vector fused_multiply_add(float by, const Vector& x, const Vector& sum) {
 
 // A long bag is summed in blocks of rows. Bytes of a block, which are half of an L1 cache, and its
 // least number of rows.
-constexpr int64_t kBlockBytes = 16384, kLeastBlockRows = 8;
+constexpr int64_t kBlockBytes = 16384, kMinBlockRows = 8;
 
 // Sums of the bags of a feature.
-template <RowFormat kFormat, Adding kAdding>
-class Pool {
+template <RowFormat kFormat, Accumulation kAccumulation>
+class FeaturePooler {
  public:
-  Pool(const Feature& feature, const FoundRows& found)
+  FeaturePooler(const Feature& feature, const FoundRows& found)
       : feature_(feature), table_(*feature.table), found_(found) {}
 
   void run(int64_t begin, int64_t end) const {
@@ -63,7 +63,7 @@ class Pool {
       // would leave the cache before their next columns are read.
       const bool in_one_pass = table_.dim == 64 || table_.dim == 8 || table_.dim == 1;
       const int64_t block =
-          in_one_pass ? last - first : std::max(kLeastBlockRows, kBlockBytes / table_.row_bytes);
+          in_one_pass ? last - first : std::max(kMinBlockRows, kBlockBytes / table_.row_bytes);
       if (last - first > block) partial.resize(table_.dim);
       int64_t from = first;
       do {
@@ -76,13 +76,13 @@ class Pool {
 
  private:
   // Some rows of a bag.
-  struct Block {
+  struct RowBlock {
     int64_t bag, first, last;  // number of the bag; its rows are [first, last)
     int64_t from, to;          // the block's rows are [from, to)
     float* partial;            // sums of the earlier blocks; unused if the bag has one block
   };
 
-  void add(const Block& block) const {
+  void add(const RowBlock& block) const {
     const int32_t dim = table_.dim;
     int32_t c = 0;
     for (; dim - c >= 64; c += 64) sum<Columns, 8>(block, c);
@@ -91,7 +91,7 @@ class Pool {
   }
 
   template <typename Vector, int kVectors>
-  void sum(const Block& block, int32_t c) const {
+  void sum(const RowBlock& block, int32_t c) const {
     constexpr int kLanes = kColumnsOf<Vector>;
     const auto [bag, first, last, from, to, partial] = block;
     Vector sums[kVectors];
@@ -105,26 +105,26 @@ class Pool {
         prefetch_row(found_.row(at + found_.ahead), table_.row_bytes);
       }
       const auto add = [&](const auto& reader, int32_t column) {
-        [[maybe_unused]] const float by = scale(at, last - first);
+        [[maybe_unused]] const float row_scale = scale(at, last - first);
         unrolled<kVectors>([&](auto v) {
           Vector columns;
           reader.load(column + v * kLanes, columns);
-          if constexpr (kAdding == Adding::kPlain) {
+          if constexpr (kAccumulation == Accumulation::kPlain) {
             sums[v] += columns;
-          } else if constexpr (kAdding == Adding::kScaled) {
-            sums[v] += by * columns;
+          } else if constexpr (kAccumulation == Accumulation::kScaled) {
+            sums[v] += row_scale * columns;
           } else {
-            sums[v] = fused_multiply_add(by, columns, sums[v]);
+            sums[v] = fused_multiply_add(row_scale, columns, sums[v]);
           }
         });
       };
       const char* const row = found_.row(at);
       if (row != nullptr) [[likely]] {
-        add(Reader<kFormat>(row, table_.unit), c);
+        add(RowReader<kFormat>(row, table_.unit), c);
       } else {
         alignas(32) float unknown[kVectors * kLanes];
         unknown_columns(table_, feature_.ids[at], c, kVectors * kLanes, unknown);
-        add(Reader<RowFormat::kFloat32>(reinterpret_cast<const char*>(unknown), 1.0f), 0);
+        add(RowReader<RowFormat::kFloat32>(reinterpret_cast<const char*>(unknown), 1.0f), 0);
       }
     }
     if (to < last) {
@@ -149,14 +149,14 @@ class Pool {
   template <typename ForSums>
   void finish(int64_t first, int64_t last, const ForSums& for_sums) const {
     if (feature_.mean == Mean::kScaledSum && last > first) {
-      const float by = 1.0f / (last - first);
-      for_sums([&](auto& sums) { sums *= by; });
+      const float row_scale = 1.0f / (last - first);
+      for_sums([&](auto& sums) { sums *= row_scale; });
     } else if (feature_.mean == Mean::kDividedSum) {
-      float by = feature_.weights == nullptr ? last - first : 0.0f;
+      float row_scale = feature_.weights == nullptr ? last - first : 0.0f;
       for (int64_t at = first; feature_.weights != nullptr && at < last; ++at) {
-        by += feature_.weights[at];
+        row_scale += feature_.weights[at];
       }
-      if (by != 0.0f) for_sums([&](auto& sums) { sums /= by; });
+      if (row_scale != 0.0f) for_sums([&](auto& sums) { sums /= row_scale; });
     }
   }
 
@@ -174,11 +174,11 @@ inline void pool(const Feature& feature, const FoundRows& found, int64_t begin, 
       feature.fused && (format == RowFormat::kFloat32 || format == RowFormat::kFloat16);
   with_format(format, [&]<RowFormat kFormat>() {
     if (!is_scaled) {
-      Pool<kFormat, Adding::kPlain>(feature, found).run(begin, end);
+      FeaturePooler<kFormat, Accumulation::kPlain>(feature, found).run(begin, end);
     } else if (!fused) {
-      Pool<kFormat, Adding::kScaled>(feature, found).run(begin, end);
+      FeaturePooler<kFormat, Accumulation::kScaled>(feature, found).run(begin, end);
     } else if constexpr (kFormat == RowFormat::kFloat32 || kFormat == RowFormat::kFloat16) {
-      Pool<kFormat, Adding::kFusedScaled>(feature, found).run(begin, end);
+      FeaturePooler<kFormat, Accumulation::kFusedScaled>(feature, found).run(begin, end);
     }
   });
 }
@@ -213,13 +213,13 @@ inline void write_rows(const Feature& feature, const FoundRows& found) {
         char* const out = feature.out + at * feature.stride;
         const char* const row = found.row(at);
         if (row != nullptr) [[likely]] {
-          write(Reader<kFormat>(row, table.unit), out);
+          write(RowReader<kFormat>(row, table.unit), out);
           continue;
         }
-        constexpr int32_t kPiece = 64;
-        alignas(32) float unknown[kPiece];
-        for (int32_t c = 0; c < dim; c += kPiece) {
-          const int32_t n = std::min(kPiece, dim - c);
+        constexpr int32_t kChunk = 64;
+        alignas(32) float unknown[kChunk];
+        for (int32_t c = 0; c < dim; c += kChunk) {
+          const int32_t n = std::min(kChunk, dim - c);
           unknown_columns(table, feature.ids[at], c, n, unknown);
           for (int32_t k = 0; k < n; ++k) {
             store_columns<kOut>(unknown[k], out + (c + k) * element_size(kOut));

@@ -18,12 +18,12 @@ namespace {
 typedef int32_t Integers __attribute__((vector_size(32)));
 
 constexpr uint32_t kInfinityBits = 0x7f800000u, kNegativeZero = 0x80000000u;
-constexpr uint16_t kMostHalf = 0x7bffu;  // the largest float16
-constexpr int kMostRoom = 1 << 30;       // a zero can be halved without limit
+constexpr uint16_t kMaxHalf = 0x7bffu;  // the largest float16
+constexpr int kMaxRoom = 1 << 30;       // a zero can be halved without limit
 // 1.5 * 2^23: adding a value to it rounds the value to an integer, ties to even.
 constexpr float kMagic = 12582912.0f;
 
-struct Range {
+struct ValueRange {
   float low, high;
   uint32_t magnitude;  // bits of the largest absolute value; larger than kInfinityBits for NaN
 };
@@ -37,8 +37,8 @@ template <typename Vector, typename Pick>
   return pick(two, __builtin_shufflevector(two, two, 1, 0, 3, 2, 5, 4, 7, 6))[0];
 }
 
-Range range_of(const float* row, int32_t dim) {
-  Range range{row[0], row[0], 0};
+ValueRange range_of(const float* row, int32_t dim) {
+  ValueRange range{row[0], row[0], 0};
   int32_t c = 0;
   if (dim >= 8) {
     Columns low, high;
@@ -81,12 +81,12 @@ Range range_of(const float* row, int32_t dim) {
 
 // Number of times that a float16 can be halved without changing its mantissa.
 int room_of(uint16_t half) {
-  return (half & 0x7fff) == 0 ? kMostRoom : std::max((half >> 10 & 31) - 1, 0);
+  return (half & 0x7fff) == 0 ? kMaxRoom : std::max((half >> 10 & 31) - 1, 0);
 }
 
 // The same for a float.
 int room_of(float x) {
-  return x == 0.0f ? kMostRoom : std::max(static_cast<int>(float_bits(x) >> 23 & 255) - 1, 0);
+  return x == 0.0f ? kMaxRoom : std::max(static_cast<int>(float_bits(x) >> 23 & 255) - 1, 0);
 }
 
 // Codes of the columns of a row: (column * inverse - offset) / step, rounded, from 0 to `levels`.
@@ -139,31 +139,32 @@ class Coder {
 
 class Quantizer {
  public:
-  explicit Quantizer(const Quantization& its)
-      : its_(its),
-        row_bytes_(row_bytes_of(its.format, its.dim)),
-        levels_(its.format == RowFormat::kInt8 ? 255.0f : 15.0f) {}
+  explicit Quantizer(const QuantizeArguments& arguments)
+      : arguments_(arguments),
+        row_bytes_(row_bytes_of(arguments.format, arguments.dim)),
+        levels_(arguments.format == RowFormat::kInt8 ? 255.0f : 15.0f) {}
 
   // Converts rows until one exceeds the limit.
-  Quantized run(int64_t begin, int64_t end) const {
-    Quantized done{end, 0.0f, kMostRoom};
+  QuantizeResult run(int64_t begin, int64_t end) const {
+    QuantizeResult done{end, 0.0f, kMaxRoom};
     for (int64_t i = begin; i < end; ++i) {
-      const float* const row = its_.rows + i * its_.dim;
-      const Range range = range_of(row, its_.dim);
+      const float* const row = arguments_.rows + i * arguments_.dim;
+      const ValueRange range = range_of(row, arguments_.dim);
       const float largest = bits_float(range.magnitude);
-      if (range.magnitude >= kInfinityBits || largest > its_.limit) return {i, largest, done.room};
-      done.room = std::min(done.room, write(row, range, its_.out + i * row_bytes_));
+      if (range.magnitude >= kInfinityBits || largest > arguments_.limit)
+        return {i, largest, done.headroom};
+      done.headroom = std::min(done.headroom, write(row, range, arguments_.out + i * row_bytes_));
     }
     return done;
   }
 
  private:
-  int write(const float* row, const Range& range, char* out) const {
-    const float inverse = 1.0f / its_.unit;  // exact, as the unit is a power of two
-    uint16_t halves[2];                      // scale and offset
+  int write(const float* row, const ValueRange& range, char* out) const {
+    const float inverse = 1.0f / arguments_.unit;  // exact, as the unit is a power of two
+    uint16_t halves[2];                            // scale and offset
     const float low = range.low * inverse, high = range.high * inverse;
     halves[1] = to_float16(low);
-    if ((halves[1] & 0x7fff) > kMostHalf) halves[1] = (halves[1] & 0x8000) | kMostHalf;
+    if ((halves[1] & 0x7fff) > kMaxHalf) halves[1] = (halves[1] & 0x8000) | kMaxHalf;
     const float offset = from_float16(halves[1]);
     // A scale that is rounded down can't represent the row's largest value.
     const float wanted = (high - offset) / levels_;
@@ -173,19 +174,20 @@ class Quantizer {
     const float scale = from_float16(halves[0]);
     const Coder coder(inverse, offset, scale == 0.0f ? 1.0f : scale, levels_);
     auto* const codes = reinterpret_cast<uint8_t*>(out + kQuantizedHeaderBytes);
-    int64_t used = its_.dim;
-    if (its_.format == RowFormat::kInt8) {
-      coder.run(row, its_.dim, codes);
+    int64_t used = arguments_.dim;
+    if (arguments_.format == RowFormat::kInt8) {
+      coder.run(row, arguments_.dim, codes);
     } else {
-      used = (its_.dim + 1) / 2;
-      constexpr int32_t kPiece = 64;
-      for (int32_t c = 0; c < its_.dim; c += kPiece) {
-        const int32_t n = std::min(kPiece, its_.dim - c);
-        uint8_t own[kPiece];
-        coder.run(row + c, n, own);
-        if (n % 2 != 0) own[n] = 0;
+      used = (arguments_.dim + 1) / 2;
+      constexpr int32_t kChunk = 64;
+      for (int32_t c = 0; c < arguments_.dim; c += kChunk) {
+        const int32_t n = std::min(kChunk, arguments_.dim - c);
+        uint8_t codes_of_chunk[kChunk];
+        coder.run(row + c, n, codes_of_chunk);
+        if (n % 2 != 0) codes_of_chunk[n] = 0;
         for (int32_t k = 0; k < (n + 1) / 2; ++k) {
-          codes[c / 2 + k] = static_cast<uint8_t>(own[2 * k] | own[2 * k + 1] << 4);
+          codes[c / 2 + k] =
+              static_cast<uint8_t>(codes_of_chunk[2 * k] | codes_of_chunk[2 * k + 1] << 4);
         }
       }
     }
@@ -193,22 +195,22 @@ class Quantizer {
     return std::min({room_of(halves[0]), room_of(halves[1]), room_of(low), room_of(high)});
   }
 
-  const Quantization& its_;
+  const QuantizeArguments& arguments_;
   const int64_t row_bytes_;
   const float levels_;
 };
 
 }  // namespace
 
-Quantized quantize(const Quantization& its, int threads) {
-  const Quantizer quantizer(its);
-  Quantized all{its.n, 0.0f, kMostRoom};
+QuantizeResult quantize(const QuantizeArguments& arguments, int threads) {
+  const Quantizer quantizer(arguments);
+  QuantizeResult all{arguments.n, 0.0f, kMaxRoom};
   std::mutex mutex;
-  const int64_t grain = std::max(int64_t{1}, int64_t{1 << 16} / its.dim);
-  parallel_for(its.n, grain, threads, [&](int64_t begin, int64_t end) {
-    const Quantized part = quantizer.run(begin, end);
+  const int64_t grain = std::max(int64_t{1}, int64_t{1 << 16} / arguments.dim);
+  parallel_for(arguments.n, grain, threads, [&](int64_t begin, int64_t end) {
+    const QuantizeResult part = quantizer.run(begin, end);
     const std::lock_guard<std::mutex> guard(mutex);
-    all.room = std::min(all.room, part.room);
+    all.headroom = std::min(all.headroom, part.headroom);
     if (part.rows < end && part.rows < all.rows) {
       all.rows = part.rows;
       all.largest = part.largest;

@@ -9,32 +9,32 @@
 namespace torchrec_hkv::serving::cuda {
 
 template <int kBytes>
-struct Raw;
+struct RawWord;
 template <>
-struct Raw<1> {
+struct RawWord<1> {
   using Type = uint8_t;
 };
 template <>
-struct Raw<2> {
+struct RawWord<2> {
   using Type = uint16_t;
 };
 template <>
-struct Raw<4> {
+struct RawWord<4> {
   using Type = uint32_t;
 };
 template <>
-struct Raw<8> {
+struct RawWord<8> {
   using Type = uint2;
 };
 template <>
-struct Raw<16> {
+struct RawWord<16> {
   using Type = uint4;
 };
 
 // The bytes of kColumns columns of a row, from a multiple of kColumns on. They are read once, so
 // they need not stay in the first-level cache.
 template <RowFormat kFormat, int kColumns>
-struct Piece {
+struct ColumnBlock {
   static constexpr bool kIsQuantized = kFormat == RowFormat::kInt8 || kFormat == RowFormat::kInt4;
   static constexpr int kBits = kFormat == RowFormat::kFloat32 ? 32
                                : kFormat == RowFormat::kInt8  ? 8
@@ -43,7 +43,7 @@ struct Piece {
   static constexpr int kBytes = kColumns * kBits >= 8 ? kColumns * kBits / 8 : 1;
   // Quantised rows begin at multiples of 4 bytes.
   static constexpr int kWordBytes = kIsQuantized && kBytes > 4 ? 4 : kBytes;
-  using Word = typename Raw<kWordBytes>::Type;
+  using Word = typename RawWord<kWordBytes>::Type;
   Word raw[kBytes / kWordBytes];
   uint32_t header = 0;
 
@@ -106,10 +106,10 @@ __device__ __noinline__ void unknown_columns(const Table& table, int64_t id, int
 template <int kColumns>
 __device__ __forceinline__ void copy_unknown(const Table& table, int64_t id, int32_t column,
                                              float* values) {
-  float its[kColumns];
-  unknown_columns<kColumns>(table, id, column, its);
+  float local_values[kColumns];
+  unknown_columns<kColumns>(table, id, column, local_values);
 #pragma unroll
-  for (int k = 0; k < kColumns; ++k) values[k] = its[k];
+  for (int k = 0; k < kColumns; ++k) values[k] = local_values[k];
 }
 
 // Stores columns of an output, which are not read soon. kColumns: 1, 4 or 8.

@@ -17,9 +17,9 @@ namespace torchrec_hkv::serving::cpu {
 
 // Reads columns of a row. A vector of a row of 4 bits begins at an even column.
 template <RowFormat kFormat>
-class Reader {
+class RowReader {
  public:
-  Reader(const char* row, float unit) : row_(row) {
+  RowReader(const char* row, float unit) : row_(row) {
     if constexpr (kFormat == RowFormat::kInt8 || kFormat == RowFormat::kInt4) {
       scale_ = unit * load_element(RowType::kFloat16, row, 0);
       offset_ = unit * load_element(RowType::kFloat16, row, 1);

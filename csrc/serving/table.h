@@ -45,12 +45,12 @@ HKV_HOST_DEVICE bool is_erased(uint64_t header, int position) {
 }
 
 // The number of buckets: `blocks` times `block_buckets`.
-struct Geometry {
+struct IndexGeometry {
   uint32_t blocks;
   uint32_t block_buckets;
 };
 
-struct Choice {
+struct CandidateBuckets {
   int64_t first;
   int64_t second;
 };
@@ -59,20 +59,20 @@ struct Choice {
 HKV_HOST_DEVICE uint64_t mix_of_id(int64_t id) {
   return mix64(static_cast<uint64_t>(id) + 0x9e3779b97f4a7c15ull);
 }
-HKV_HOST_DEVICE uint32_t block_of_mix(uint64_t mix, const Geometry& geometry) {
+HKV_HOST_DEVICE uint32_t block_of_mix(uint64_t mix, const IndexGeometry& geometry) {
   return static_cast<uint32_t>((mix >> 32) * geometry.blocks >> 32);
 }
 // The two buckets of an id within its block; equal only if the block has one bucket.
-HKV_HOST_DEVICE Choice choose_in_block(uint64_t mix, uint32_t block_buckets) {
+HKV_HOST_DEVICE CandidateBuckets choose_in_block(uint64_t mix, uint32_t block_buckets) {
   const uint64_t first = (mix & 0xffffffffull) * block_buckets >> 32;
   uint64_t second = (mix * 0xd1b54a32d192ed03ull >> 32) * block_buckets >> 32;
   if (second == first) second = first + 1 == block_buckets ? 0 : first + 1;
   return {static_cast<int64_t>(first), static_cast<int64_t>(second)};
 }
-HKV_HOST_DEVICE Choice choose(int64_t id, const Geometry& geometry) {
+HKV_HOST_DEVICE CandidateBuckets choose(int64_t id, const IndexGeometry& geometry) {
   const uint64_t mix = mix_of_id(id);
   const int64_t at = static_cast<int64_t>(block_of_mix(mix, geometry)) * geometry.block_buckets;
-  const Choice choice = choose_in_block(mix, geometry.block_buckets);
+  const CandidateBuckets choice = choose_in_block(mix, geometry.block_buckets);
   return {at + choice.first, at + choice.second};
 }
 
@@ -104,7 +104,7 @@ HKV_HOST_DEVICE int64_t row_bytes_of(RowFormat format, int32_t dim) {
 // Ids and their rows; without buckets, the layer is empty.
 struct Layer {
   const Bucket* buckets;
-  Geometry geometry;
+  IndexGeometry geometry;
   const char* rows;
 };
 
@@ -128,7 +128,7 @@ struct Table {
   const float* default_row;
   InitialRows initial_rows;
   // The hot rows, if the table is on a GPU and the rows of its base are in host memory.
-  HotRows hot;
+  HotRowCache hot;
 };
 
 // The computation of a bag's mean, as in training, so that results are bit-identical.

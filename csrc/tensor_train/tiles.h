@@ -19,9 +19,9 @@ struct TileRun {
   bool may_be_dense;
   bool deterministic;  // for gradients: TileInput has sums in fixed point
   int64_t num_ids;
-  int64_t most_prefixes;  // at least 1
-  int32_t blocks;         // largest number of blocks of columns
-  int64_t only_lasts;     // slices of the last core if the group is one table; otherwise 0
+  int64_t max_prefixes;  // at least 1
+  int32_t blocks;        // largest number of blocks of columns
+  int64_t only_lasts;    // slices of the last core if the group is one table; otherwise 0
   int32_t multiprocessors;
   cudaStream_t stream;
 };

@@ -15,7 +15,7 @@ using namespace torchrec_hkv::serving;
 namespace {
 
 constexpr int kDim = 16, kIds = 3000, kVersions = 60, kReaders = 3;
-constexpr Geometry kGeometry{1, 480};
+constexpr IndexGeometry kGeometry{1, 480};
 
 // Rows of a version: the base has version 0; every second id is changed, every tenth erased.
 struct Version {
@@ -37,9 +37,9 @@ std::shared_ptr<const Version> make(int number, const std::shared_ptr<const Vers
     erased[k] = base != nullptr && k % 5 == 0;
   }
   int64_t at = 0;
-  const cpu::Placement placement{
+  const cpu::BlockPlacement placement{
       ids.data(), n, kGeometry, 0, 1, 0, erased.get(), made->buckets.data(), order.data()};
-  if (cpu::place(placement, &at, 1) != cpu::Placed::kYes) std::abort();
+  if (cpu::place(placement, &at, 1) != cpu::PlaceStatus::kYes) std::abort();
   made->rows.assign(n * kDim, static_cast<float>(number));
   const Layer layer{made->buckets.data(), kGeometry, reinterpret_cast<char*>(made->rows.data())};
   if (base == nullptr) {

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def test_readers_and_a_writer(tmp_path):
-    sources = ["serving/lookup_cpu.cpp", "serving/place_cpu.cpp"]
+    sources = ["serving/lookup_cpu.cpp", "serving/build_index_cpu.cpp"]
     sources += ["common/initial_rows.cpp", "common/parallel.cpp"]
     program = tmp_path / "threads"
     command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=thread", "-march=x86-64-v3"]

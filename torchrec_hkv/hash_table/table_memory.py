@@ -106,7 +106,7 @@ def hbm_share_for(memory: TableMemory, hbm_bytes: int | None) -> HbmShare:
     """The part of a table that is in HBM under the limit ``hbm_bytes`` (None: all of it)."""
     if hbm_bytes is None:
         return HbmShare(memory.num_slots, sets=0, all_states=False)
-    slots, sets, all_states = _C.share_that_fits(
+    slots, sets, all_states = _C.hbm_capacity(
         memory.num_slots,
         memory.bucket_slots,
         memory.row_bytes - memory.state_bytes,

@@ -14,14 +14,14 @@ namespace {
 
 // A method of a group for Python, which runs in order with the group's other calls.
 template <typename Result, typename... Arguments>
-auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...) const) {
+auto in_order(const AccessSet& use, Result (TableGroup::*method)(Arguments...) const) {
   return [use, method](const TableGroup& group, Arguments... arguments) -> Result {
     const py::gil_scoped_release released;
     return group.order().run(use, [&] { return (group.*method)(arguments...); });
   };
 }
 template <typename Result, typename... Arguments>
-auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...)) {
+auto in_order(const AccessSet& use, Result (TableGroup::*method)(Arguments...)) {
   return [use, method](TableGroup& group, Arguments... arguments) -> Result {
     const py::gil_scoped_release released;
     return group.order().run(use, [&] { return (group.*method)(arguments...); });
@@ -29,7 +29,7 @@ auto in_order(const Use& use, Result (TableGroup::*method)(Arguments...)) {
 }
 // The same for methods of the group's clock.
 template <typename Result, typename... Arguments>
-auto clock_in_order(const Use& use, Result (GroupClock::*method)(Arguments...)) {
+auto clock_in_order(const AccessSet& use, Result (GroupClock::*method)(Arguments...)) {
   return [use, method](const TableGroup& group, Arguments... arguments) -> Result {
     const py::gil_scoped_release released;
     return group.order().run(use, [&] { return (group.clock().*method)(arguments...); });
@@ -121,7 +121,7 @@ void define_table_group(py::module_& m) {
       .def_property_readonly("number", &Pin::number)
       .def_property_readonly("growths", &Pin::growths);
 
-  py::enum_<Hold>(m, "Hold").value("UNCHANGED", Hold::kUnchanged).value("ALONE", Hold::kAlone);
+  py::enum_<Hold>(m, "Hold").value("UNCHANGED", Hold::kUnchanged).value("ALONE", Hold::kExclusive);
   m.attr("MAX_PINS") = hash_table::kMaxPins;
   py::class_<TableGroup, std::shared_ptr<TableGroup>>(m, "TableGroup")
       .def(py::init([](std::vector<TableConfig> configs, std::vector<int64_t> feature_tables,

@@ -27,17 +27,20 @@ void define_optimizers(py::module_& m) {
                       double l2, std::optional<double> clip_value, std::optional<double> clip_norm,
                       std::optional<double> clip_output, std::optional<double> max_norm,
                       bool stochastic_rounding, int64_t rounding_seed) {
-            OptimizerArguments its;
-            its.kind = kind, its.eps = eps;
-            its.coupled_decay = coupled_decay, its.decoupled_decay = decoupled_decay;
-            its.lamb_decay = lamb_decay, its.momentum = momentum, its.nesterov = nesterov;
-            its.beta1 = beta1, its.beta2 = beta2, its.own_steps = own_steps;
-            its.initial_accumulator = initial_accumulator;
-            its.ftrl_beta = ftrl_beta, its.l1 = l1, its.l2 = l2;
-            its.clip_value = clip_value, its.clip_norm = clip_norm, its.clip_output = clip_output;
-            its.max_norm = max_norm;
-            its.stochastic_rounding = stochastic_rounding, its.rounding_seed = rounding_seed;
-            return make_optimizer_config(its);
+            OptimizerArguments arguments;
+            arguments.kind = kind, arguments.eps = eps;
+            arguments.coupled_decay = coupled_decay, arguments.decoupled_decay = decoupled_decay;
+            arguments.lamb_decay = lamb_decay, arguments.momentum = momentum,
+            arguments.nesterov = nesterov;
+            arguments.beta1 = beta1, arguments.beta2 = beta2, arguments.own_steps = own_steps;
+            arguments.initial_accumulator = initial_accumulator;
+            arguments.ftrl_beta = ftrl_beta, arguments.l1 = l1, arguments.l2 = l2;
+            arguments.clip_value = clip_value, arguments.clip_norm = clip_norm,
+            arguments.clip_output = clip_output;
+            arguments.max_norm = max_norm;
+            arguments.stochastic_rounding = stochastic_rounding,
+            arguments.rounding_seed = rounding_seed;
+            return make_optimizer_config(arguments);
           }),
           py::kw_only(), py::arg("kind"), py::arg("eps") = 0.0, py::arg("coupled_decay") = 0.0,
           py::arg("decoupled_decay") = 0.0, py::arg("lamb_decay") = 0.0, py::arg("momentum") = 0.0,

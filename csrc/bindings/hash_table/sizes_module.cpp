@@ -9,13 +9,13 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-constexpr int64_t kMostPlannedRows = int64_t{1} << 58;
+constexpr int64_t kMaxPlannedRows = int64_t{1} << 58;
 
 hash_table::Geometry checked_geometry(int64_t capacity, std::optional<int64_t> initial_capacity) {
   TORCH_CHECK_VALUE(capacity >= 1, "capacity is ", capacity, ", but must be at least 1.");
   // The bytes of an index then fit in 64 bits. A table on one rank is smaller (check_config), but
   // sharding plans also ask for the size of a table over many ranks.
-  TORCH_CHECK_VALUE(capacity <= kMostPlannedRows, "capacity is ", capacity,
+  TORCH_CHECK_VALUE(capacity <= kMaxPlannedRows, "capacity is ", capacity,
                     ", but must be at most 2^58.");
   const int64_t initial = initial_capacity.value_or(capacity);
   TORCH_CHECK_VALUE(initial >= 1 && initial <= capacity, "initial_capacity is ", initial,
@@ -42,15 +42,16 @@ void define_table_sizes(py::module_& m) {
       },
       py::arg("capacity"), py::arg("initial_capacity"), "Initial number of slots.");
   m.def(
-      "share_that_fits",
+      "hbm_capacity",
       [](int64_t num_slots, int64_t bucket_slots, int64_t row_bytes, int64_t state_bytes,
          int64_t bytes) {
-        const hash_table::HbmShare share =
-            hash_table::share_that_fits(num_slots, bucket_slots, row_bytes, state_bytes, bytes);
-        const int of_set = share.slots == 0 || share.slots == num_slots
-                               ? 0
-                               : hash_table::frames_of_set(num_slots, bucket_slots, share.slots);
-        return py::make_tuple(share.slots, of_set == 0 ? 0 : share.slots / of_set,
+        const hash_table::HbmCapacity share =
+            hash_table::hbm_capacity(num_slots, bucket_slots, row_bytes, state_bytes, bytes);
+        const int frames_per_set =
+            share.slots == 0 || share.slots == num_slots
+                ? 0
+                : hash_table::frames_of_set(num_slots, bucket_slots, share.slots);
+        return py::make_tuple(share.slots, frames_per_set == 0 ? 0 : share.slots / frames_per_set,
                               share.all_states);
       },
       py::arg("num_slots"), py::arg("bucket_slots"), py::arg("row_bytes"), py::arg("state_bytes"),

@@ -29,11 +29,11 @@ std::tuple<int64_t, double, int64_t> serving_quantize(const at::Tensor& rows, in
   const auto format = bits == 8 ? serving::RowFormat::kInt8 : serving::RowFormat::kInt4;
   const auto dim = static_cast<int32_t>(rows.size(1));
   check_bytes(out, "out", rows.size(0), serving::row_bytes_of(format, dim));
-  const serving::cpu::Quantized done = serving::cpu::quantize(
+  const serving::cpu::QuantizeResult done = serving::cpu::quantize(
       {rows.const_data_ptr<float>(), rows.size(0), dim, format, static_cast<float>(unit),
        static_cast<float>(limit), reinterpret_cast<char*>(out.data_ptr<uint8_t>())},
       at::get_num_threads());
-  return {done.rows, done.largest, done.room};
+  return {done.rows, done.largest, done.headroom};
 }
 
 void serving_lower(at::Tensor data, int64_t doublings) {

@@ -19,10 +19,10 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-using serving::HotWord;
+using serving::HotMaskWord;
 
 int64_t hot_words_for(int64_t rows) {
-  return (rows + serving::kHotWordRows - 1) / serving::kHotWordRows;
+  return (rows + serving::kHotMaskRows - 1) / serving::kHotMaskRows;
 }
 
 void check_words(const at::Tensor& words, const char* name, int64_t rows) {
@@ -33,8 +33,8 @@ void check_words(const at::Tensor& words, const char* name, int64_t rows) {
                     ", 2], but have shape ", words.sizes(), ".");
 }
 
-const HotWord* words_of(const at::Tensor& words) {
-  return reinterpret_cast<const HotWord*>(words.const_data_ptr<int32_t>());
+const HotMaskWord* words_of(const at::Tensor& words) {
+  return reinterpret_cast<const HotMaskWord*>(words.const_data_ptr<int32_t>());
 }
 
 // A copy in host memory that a GPU reads in place. It is in huge pages if the system grants them.
@@ -74,7 +74,7 @@ at::Tensor serving_choose_hot(const at::Tensor& counts, const std::optional<at::
   if (before) check_words(*before, "before", in.numel());
   serving::cpu::choose_hot_rows(reinterpret_cast<const uint32_t*>(in.const_data_ptr<int32_t>()),
                                 in.numel(), wanted, before ? words_of(*before) : nullptr,
-                                reinterpret_cast<HotWord*>(words.data_ptr<int32_t>()));
+                                reinterpret_cast<HotMaskWord*>(words.data_ptr<int32_t>()));
   return words;
 }
 
@@ -90,15 +90,15 @@ void serving_copy_hot(const at::Tensor& words, const at::Tensor& rows, at::Tenso
   TORCH_CHECK_VALUE(out.dim() == 2 && out.is_contiguous() && out.size(1) == rows.size(1),
                     "out must be contiguous and of shape [hot rows, ", rows.size(1),
                     "], but has shape ", out.sizes(), ".");
-  const HotWord* const its = words_of(words);
+  const HotMaskWord* const mask_words = words_of(words);
   if (words.is_cpu()) {
-    const HotWord last = words.numel() == 0 ? HotWord{} : its[words.size(0) - 1];
+    const HotMaskWord last = words.numel() == 0 ? HotMaskWord{} : mask_words[words.size(0) - 1];
     const int64_t hot = int64_t{last.before} + serving::bits_of(last.mask);
     TORCH_CHECK_VALUE(out.size(0) == hot, "out has ", out.size(0), " rows, but ", hot, " are hot.");
   }
-  const serving::HotCopy call{its, rows.size(0),
-                              reinterpret_cast<const char*>(rows.const_data_ptr<uint8_t>()),
-                              rows.size(1), reinterpret_cast<char*>(out.data_ptr<uint8_t>())};
+  const serving::HotRowCopy call{mask_words, rows.size(0),
+                                 reinterpret_cast<const char*>(rows.const_data_ptr<uint8_t>()),
+                                 rows.size(1), reinterpret_cast<char*>(out.data_ptr<uint8_t>())};
   HKV_ON_DEVICE(words.device(), serving::cpu::copy_hot_rows(call, threads),
                 serving::cuda::copy_hot_rows(call, stream));
 }

@@ -20,8 +20,8 @@ py::object as_list(const py::handle& given) {
 int64_t as_int64(PyObject* number) {
   if (PyLong_CheckExact(number)) return PyLong_AsLongLong(number);
   // Keeps the number alive: the next call runs code of its class, which may change the list.
-  const auto held = py::reinterpret_borrow<py::object>(number);
-  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(held.ptr()));
+  const auto item = py::reinterpret_borrow<py::object>(number);
+  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(item.ptr()));
   return whole ? PyLong_AsLongLong(whole.ptr()) : -1;
 }
 

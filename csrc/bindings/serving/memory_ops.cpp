@@ -16,7 +16,8 @@ namespace {
 at::Tensor serving_memory(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "bytes is ", bytes, ", but must not be negative.");
   if (bytes == 0) return at::empty({0}, at::dtype(at::kByte));
-  std::shared_ptr<GrowingMemory> memory = make_growing_memory(Place::kHost, bytes, at::kCPU);
+  std::shared_ptr<GrowingMemory> memory =
+      make_growing_memory(MemoryLocation::kHost, bytes, at::kCPU);
   memory->grow(bytes);
   return at::from_blob(memory->data(), {bytes}, [memory](void*) {}, at::dtype(at::kByte));
 }

@@ -16,7 +16,7 @@ namespace torchrec_hkv::bindings {
 using namespace runtime;
 namespace {
 
-using serving::HotRows;
+using serving::HotRowCache;
 using serving::Layer;
 using serving::RowFormat;
 using serving::Table;
@@ -70,15 +70,15 @@ Layer layer_of(const at::Tensor& buckets, const at::Tensor& rows, int64_t row_by
 }
 
 // The hot rows of a table whose rows are in host memory.
-HotRows hot_rows_of(const at::Tensor& words, const at::Tensor& hot_rows, const at::Tensor& counts,
-                    const at::Tensor& host_lookups, const at::Tensor& rows, int64_t table,
-                    at::Device device) {
+HotRowCache hot_rows_of(const at::Tensor& words, const at::Tensor& hot_rows,
+                        const at::Tensor& counts, const at::Tensor& host_lookups,
+                        const at::Tensor& rows, int64_t table, at::Device device) {
   TORCH_CHECK_VALUE(device.is_cuda(), "table ", table, " has hot rows, but is on ", device,
                     ": only tables on a GPU have.");
   const int64_t n = rows.size(0);
   check_dtype(words, "hot_words", at::kInt);
-  TORCH_CHECK_VALUE(words.is_contiguous() && words.numel() == 2 * ((n + serving::kHotWordRows - 1) /
-                                                                   serving::kHotWordRows),
+  TORCH_CHECK_VALUE(words.is_contiguous() && words.numel() == 2 * ((n + serving::kHotMaskRows - 1) /
+                                                                   serving::kHotMaskRows),
                     "hot_words of table ", table, " must have two numbers for each 32 of ", n,
                     " rows, but have shape ", words.sizes(), ".");
   check_dtype(hot_rows, "hot_rows", at::kByte);
@@ -86,8 +86,8 @@ HotRows hot_rows_of(const at::Tensor& words, const at::Tensor& hot_rows, const a
       hot_rows.dim() == 2 && hot_rows.size(1) == rows.size(1) && hot_rows.is_contiguous(),
       "hot_rows of table ", table, " must be contiguous and of shape [hot rows, ", rows.size(1),
       "], but have shape ", hot_rows.sizes(), ".");
-  HotRows made{};
-  made.words = reinterpret_cast<const serving::HotWord*>(words.const_data_ptr<int32_t>());
+  HotRowCache made{};
+  made.words = reinterpret_cast<const serving::HotMaskWord*>(words.const_data_ptr<int32_t>());
   made.rows = reinterpret_cast<const char*>(hot_rows.const_data_ptr<uint8_t>());
   if (counts.numel() > 0) {
     check_dtype(counts, "lookup_counts", at::kInt);
@@ -160,11 +160,11 @@ int64_t open_tables(const std::vector<at::Tensor>& buckets, const std::vector<at
         make_initial_rows({distributions[t], range[0], range[1], range[2], range[3]},
                           static_cast<uint64_t>(seeds[t]), "");
     made->tables.push_back(table);
-    for (const at::Tensor& its :
+    for (const at::Tensor& tensor :
          {buckets[t], changed_buckets[t], changed_rows[t], hot_words[t], hot_rows[t],
           lookup_counts[t], host_lookups[t], default_rows[t]}) {
-      if (its.numel() > 0) check_device(its, "a tensor of a table", made->device);
-      made->memory.push_back(its);
+      if (tensor.numel() > 0) check_device(tensor, "a tensor of a table", made->device);
+      made->memory.push_back(tensor);
     }
     made->memory.push_back(rows[t]);
   }

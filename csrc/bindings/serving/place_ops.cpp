@@ -33,7 +33,7 @@ std::tuple<at::Tensor, at::Tensor> serving_place(const at::Tensor& ids,
   // Aligned to a cache line, as the index of a table must be.
   at::Tensor buckets = at::empty({words}, ids.options());
   at::Tensor order = at::empty({ids.numel()}, ids.options());
-  serving::cpu::Placement placement{};
+  serving::cpu::BlockPlacement placement{};
   placement.ids = in.const_data_ptr<int64_t>();
   placement.n = in.numel();
   placement.geometry = {static_cast<uint32_t>(blocks), static_cast<uint32_t>(block_buckets)};
@@ -44,13 +44,14 @@ std::tuple<at::Tensor, at::Tensor> serving_place(const at::Tensor& ids,
   placement.buckets = reinterpret_cast<serving::Bucket*>(buckets.data_ptr<int64_t>());
   placement.order = order.data_ptr<int64_t>();
   int64_t at = 0;
-  const serving::cpu::Placed placed = serving::cpu::place(placement, &at, at::get_num_threads());
+  const serving::cpu::PlaceStatus placed =
+      serving::cpu::place(placement, &at, at::get_num_threads());
   const int64_t id = in.numel() == 0 ? 0 : placement.ids[at];
-  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kRepeatedId, "id ", id,
+  TORCH_CHECK_VALUE(placed != serving::cpu::PlaceStatus::kRepeatedId, "id ", id,
                     " occurs twice, but each id must occur once.");
-  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kForeignId, "id ", id,
+  TORCH_CHECK_VALUE(placed != serving::cpu::PlaceStatus::kForeignId, "id ", id,
                     " is not of these blocks.");
-  TORCH_CHECK_VALUE(placed != serving::cpu::Placed::kFull, "id ", id,
+  TORCH_CHECK_VALUE(placed != serving::cpu::PlaceStatus::kFull, "id ", id,
                     " finds no place: ", "the table is too full.");
   return {buckets.view({num_blocks, block_buckets, 8}), order};
 }
@@ -59,7 +60,7 @@ at::Tensor serving_blocks(const at::Tensor& ids, int64_t blocks) {
   check_dtype(ids, "ids", at::kLong);
   const at::Tensor in = ids.contiguous();
   at::Tensor out = at::empty_like(in);
-  const serving::Geometry geometry{static_cast<uint32_t>(blocks), 1};
+  const serving::IndexGeometry geometry{static_cast<uint32_t>(blocks), 1};
   for (int64_t i = 0; i < in.numel(); ++i) {
     out.data_ptr<int64_t>()[i] =
         serving::block_of_mix(serving::mix_of_id(in.const_data_ptr<int64_t>()[i]), geometry);

@@ -33,32 +33,32 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at:
   key.insert(key.end(), tables.begin(), tables.end());
   key.insert(key.end(), kinds.begin(), kinds.end());
   std::vector<serving::cuda::PooledOutput> described;
-  serving::cuda::PoolCall call{};
+  serving::cuda::PoolLaunch call{};
   int32_t column = 0, layers = 1;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const Feature& its = outputs[i];
+    const Feature& feature = outputs[i];
     const auto layer =
         static_cast<int32_t>(std::count(features.begin(), features.begin() + i, features[i]));
     described.push_back({static_cast<int32_t>(tables[i]), static_cast<int32_t>(features[i]), column,
-                         layer, its.mean, its.fused});
-    column += its.table->dim;
+                         layer, feature.mean, feature.fused});
+    column += feature.table->dim;
     layers = std::max(layers, layer + 1);
-    const bool in_fours = its.table->dim % 4 == 0;
+    const bool in_fours = feature.table->dim % 4 == 0;
     call.num_in_fours += in_fours;
     int32_t& widest = in_fours ? call.widest_in_fours : call.widest_other;
-    widest = std::max(widest, its.table->dim);
+    widest = std::max(widest, feature.table->dim);
   }
   std::stable_partition(described.begin(), described.end(),
                         [&](const auto& output) { return open.tables[output.table].dim % 4 == 0; });
   at::Tensor on_device;
   {
     const std::lock_guard<std::mutex> guard(open.mutex);
-    at::Tensor& kept = open.outputs[key];
-    if (!kept.defined()) {
-      kept = bytes_on(open.device, described.data(),
-                      described.size() * sizeof(serving::cuda::PooledOutput));
+    at::Tensor& cached = open.outputs[key];
+    if (!cached.defined()) {
+      cached = bytes_on(open.device, described.data(),
+                        described.size() * sizeof(serving::cuda::PooledOutput));
     }
-    on_device = kept;
+    on_device = cached;
   }
   const StagingMemory staging(open, layers * batch.ids.numel(), batch.ids.options());
   call.tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
@@ -72,7 +72,7 @@ void pool_on_gpu(const ServingTables& open, const ServingBatch& batch, const at:
   call.type = type;
   call.out = static_cast<char*>(out.data_ptr());
   call.columns = column;
-  call.staging = staging.its;
+  call.staging = staging.arguments;
   call.counters = open.counters.data_ptr<int64_t>();
   call.phase = phase_of_call(open);
   const c10::OptionalDeviceGuard guard(open.device);
@@ -123,9 +123,9 @@ at::Tensor serving_pool(const at::Tensor& handle, const at::Tensor& ids, const a
   }
 #endif
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const Feature& its = outputs[i];
-    count_lookups(*open, tables[i], its.offsets[its.bags] - its.offsets[0]);
-    serving::cpu::look_up(its, at::get_num_threads());
+    const Feature& feature = outputs[i];
+    count_lookups(*open, tables[i], feature.offsets[feature.bags] - feature.offsets[0]);
+    serving::cpu::look_up(feature, at::get_num_threads());
   }
   return out;
 }

@@ -33,13 +33,14 @@ at::Tensor rows_of(const ServingTables& open, const at::Tensor& ids, int64_t fir
 #ifdef TORCHREC_HKV_CUDA
   if (ids.is_cuda()) {
     const auto* const tables = static_cast<const serving::Table*>(open.on_device.const_data_ptr());
-    const serving::Table& its = *made.table;
+    const serving::Table& served_table = *made.table;
     const c10::OptionalDeviceGuard guard(open.device);
-    const bool tiered = its.hot.words != nullptr;
+    const bool tiered = served_table.hot.words != nullptr;
     const StagingMemory staging(open, tiered ? count : 0, ids.options());
     serving::cuda::look_up_rows(
-        {tables + table, its.format, its.dim, its.row_bytes, made.ids, count, type, made.out,
-         open.counters.data_ptr<int64_t>() + 2 * table, staging.its, phase_of_call(open)},
+        {tables + table, served_table.format, served_table.dim, served_table.row_bytes, made.ids,
+         count, type, made.out, open.counters.data_ptr<int64_t>() + 2 * table, staging.arguments,
+         phase_of_call(open)},
         c10::cuda::getCurrentCUDAStream(open.device.index()));
     return out;
   }
@@ -83,9 +84,9 @@ at::Tensor serving_table_rows(const at::Tensor& handle, const at::Tensor& ids, i
   const RowType type = row_type_of(dtype, "the output");
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
-  const at::Tensor its = ids.contiguous();
-  const int32_t dim = feature_of(*open, its, table).table->dim;
-  return rows_of(*open, its, 0, its.numel(), table, dim, dtype, type);
+  const at::Tensor contiguous_ids = ids.contiguous();
+  const int32_t dim = feature_of(*open, contiguous_ids, table).table->dim;
+  return rows_of(*open, contiguous_ids, 0, contiguous_ids.numel(), table, dim, dtype, type);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {

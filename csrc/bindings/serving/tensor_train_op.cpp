@@ -38,23 +38,24 @@ std::vector<at::Tensor> serving_tt(const at::Tensor& handle, const at::Tensor& i
   for (const int64_t feature : features) {
     TORCH_CHECK_VALUE(feature >= 0 && feature < batch.features, "feature ", feature,
                       " is asked for, but there are lengths of ", batch.features, " features.");
-    const int64_t* const its = offsets + feature * batch.batch_size;
-    const int64_t first = its[0], n = its[batch.batch_size] - first;
+    const int64_t* const feature_offsets = offsets + feature * batch.batch_size;
+    const int64_t first = feature_offsets[0], n = feature_offsets[batch.batch_size] - first;
     of_ids.push_back(batch.ids.narrow(0, first, n));
     if (batch.weights.defined()) of_weights.push_back(batch.weights.narrow(0, first, n));
-    for (int64_t bag = 1; bag <= batch.batch_size; ++bag) *to++ = total + its[bag] - first;
+    for (int64_t bag = 1; bag <= batch.batch_size; ++bag)
+      *to++ = total + feature_offsets[bag] - first;
     total += n;
     counts.push_back(n);
   }
-  std::optional<at::Tensor> its_weights;
-  if (batch.weights.defined()) its_weights = at::cat(of_weights);
+  std::optional<at::Tensor> weights_of_ids;
+  if (batch.weights.defined()) weights_of_ids = at::cat(of_weights);
   using Lookup = at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&,
                             const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                             int64_t, bool, bool);
   static const auto lookup =
       c10::Dispatcher::singleton().findSchemaOrThrow("torchrec_hkv::tt_lookup", "").typed<Lookup>();
   const at::Tensor out = lookup.call(open->tt_cores[group], open->tt_groups[group], at::cat(of_ids),
-                                     own_offsets.to(ids.device()), its_weights, std::nullopt,
+                                     own_offsets.to(ids.device()), weights_of_ids, std::nullopt,
                                      batch.batch_size, mean, pooled);
   int64_t columns = pooled ? 0 : out.size(1);
   for (const int64_t dim : dims) columns = pooled ? columns + dim : dim == columns ? columns : -1;

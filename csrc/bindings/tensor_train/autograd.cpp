@@ -37,8 +37,9 @@ at::Tensor weights_gradient(const variable_list& cores, int64_t group, const at:
 // State of both lookups for their backward, besides saved variables. It is one object, because each
 // entry of saved_data costs the host about as much as all of this. It keeps the group alive until
 // the backward, or until the graph is dropped.
-struct Kept : torch::CustomClassHolder {
-  explicit Kept(int64_t handle) : hold(TensorTrainGroup::from_handle(handle)), group(handle) {}
+struct SavedContext : torch::CustomClassHolder {
+  explicit SavedContext(int64_t handle)
+      : hold(TensorTrainGroup::from_handle(handle)), group(handle) {}
 
   const std::shared_ptr<TensorTrainGroup> hold;
   const int64_t group;
@@ -52,18 +53,19 @@ struct Kept : torch::CustomClassHolder {
   std::vector<at::Tensor> cores, states;
   at::Tensor step, learning_rate;
 
-  static c10::intrusive_ptr<Kept> make(AutogradContext* ctx, int64_t group, int64_t batch_size,
-                                       bool mean, bool pooled, const OptionalTensor& weights) {
-    auto kept = c10::make_intrusive<Kept>(group);
-    kept->batch_size = batch_size;
-    kept->mean = mean;
-    kept->pooled = pooled;
-    kept->weights_grad = weights && weights->requires_grad();
-    ctx->saved_data["kept"] = at::IValue::make_capsule(kept);
-    return kept;
+  static c10::intrusive_ptr<SavedContext> make(AutogradContext* ctx, int64_t group,
+                                               int64_t batch_size, bool mean, bool pooled,
+                                               const OptionalTensor& weights) {
+    auto saved_context = c10::make_intrusive<SavedContext>(group);
+    saved_context->batch_size = batch_size;
+    saved_context->mean = mean;
+    saved_context->pooled = pooled;
+    saved_context->weights_grad = weights && weights->requires_grad();
+    ctx->saved_data["kept"] = at::IValue::make_capsule(saved_context);
+    return saved_context;
   }
-  static c10::intrusive_ptr<Kept> of(AutogradContext* ctx) {
-    return c10::static_intrusive_pointer_cast<Kept>(ctx->saved_data["kept"].toCapsule());
+  static c10::intrusive_ptr<SavedContext> of(AutogradContext* ctx) {
+    return c10::static_intrusive_pointer_cast<SavedContext>(ctx->saved_data["kept"].toCapsule());
   }
 };
 
@@ -102,9 +104,9 @@ struct Lookup : torch::autograd::Function<Lookup> {
     variable_list saved{ids, offsets, index, weights.value_or(Variable())};
     saved.insert(saved.end(), cores.begin(), cores.end());
     ctx->save_for_backward(std::move(saved));
-    const auto kept = Kept::make(ctx, group, batch_size, mean, pooled, weights);
-    kept->cores_grad = std::any_of(cores.begin(), cores.end(),
-                                   [](const at::Tensor& core) { return core.requires_grad(); });
+    const auto saved_context = SavedContext::make(ctx, group, batch_size, mean, pooled, weights);
+    saved_context->cores_grad = std::any_of(
+        cores.begin(), cores.end(), [](const at::Tensor& core) { return core.requires_grad(); });
     const at::AutoDispatchBelowADInplaceOrView below;
     return call.call(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
   }
@@ -116,20 +118,23 @@ struct Lookup : torch::autograd::Function<Lookup> {
                                    int64_t, bool, bool)>("torchrec_hkv::tt_gradients");
     const variable_list saved = ctx->get_saved_variables();
     variable_list cores(saved.begin() + 4, saved.end());
-    const auto kept = Kept::of(ctx);
+    const auto saved_context = SavedContext::of(ctx);
     // With create_graph=True the gradients need a graph of their own, which the kernels don't
     // create.
-    if (at::GradMode::is_enabled()) return differentiable_gradients(cores, *kept, saved, grads[0]);
+    if (at::GradMode::is_enabled())
+      return differentiable_gradients(cores, *saved_context, saved, grads[0]);
     for (Variable& core : cores) core = core.detach();
     const at::Tensor grad = detached(grads[0]).contiguous();
     variable_list out(cores.size());
-    if (kept->cores_grad) {
-      out = call.call(cores, kept->group, grad, saved[0], saved[1], defined_or_none(saved[3]),
-                      saved[2], kept->batch_size, kept->mean, kept->pooled);
+    if (saved_context->cores_grad) {
+      out = call.call(cores, saved_context->group, grad, saved[0], saved[1],
+                      defined_or_none(saved[3]), saved[2], saved_context->batch_size,
+                      saved_context->mean, saved_context->pooled);
     }
-    out.push_back(kept->weights_grad ? weights_gradient(cores, kept->group, grad, saved,
-                                                        kept->batch_size, kept->mean)
-                                     : Variable());
+    out.push_back(saved_context->weights_grad
+                      ? weights_gradient(cores, saved_context->group, grad, saved,
+                                         saved_context->batch_size, saved_context->mean)
+                      : Variable());
     out.resize(cores.size() + kOtherArguments + 1);
     return out;
   }
@@ -139,11 +144,13 @@ struct Lookup : torch::autograd::Function<Lookup> {
   static constexpr size_t kOtherArguments = 7;
 
   // Computes the same gradients with operations that autograd records.
-  static variable_list differentiable_gradients(const variable_list& cores, const Kept& kept,
+  static variable_list differentiable_gradients(const variable_list& cores,
+                                                const SavedContext& saved_context,
                                                 const variable_list& saved, const Variable& grad) {
     const OptionalTensor weights = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
-    const Variable output = differentiable_lookup(cores, kept.group, saved[0], saved[1], weights,
-                                                  kept.batch_size, kept.mean, kept.pooled);
+    const Variable output =
+        differentiable_lookup(cores, saved_context.group, saved[0], saved[1], weights,
+                              saved_context.batch_size, saved_context.mean, saved_context.pooled);
     variable_list candidates = cores;
     candidates.push_back(saved[3]);
     variable_list inputs, out(cores.size() + 1 + kOtherArguments);
@@ -175,11 +182,11 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
                       const OptionalTensor&, int64_t, bool, bool, const at::Tensor&)>(
             "torchrec_hkv::tt_lookup_fused");
     ctx->save_for_backward({ids, offsets, index, weights.value_or(Variable())});
-    const auto kept = Kept::make(ctx, group, batch_size, mean, pooled, weights);
-    kept->cores = cores;
-    kept->states = states;
-    kept->step = step.toTensor();
-    kept->learning_rate = learning_rate.toTensor();
+    const auto saved_context = SavedContext::make(ctx, group, batch_size, mean, pooled, weights);
+    saved_context->cores = cores;
+    saved_context->states = states;
+    saved_context->step = step.toTensor();
+    saved_context->learning_rate = learning_rate.toTensor();
     const at::AutoDispatchBelowADInplaceOrView below;
     return call.call(anchor, cores, states, step.toTensor(), group, ids, offsets, weights, index,
                      batch_size, mean, pooled, learning_rate.toTensor());
@@ -191,21 +198,23 @@ struct FusedLookup : torch::autograd::Function<FusedLookup> {
                 const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
                 int64_t, bool, bool, const at::Tensor&)>("torchrec_hkv::tt_update");
     const variable_list saved = ctx->get_saved_variables();
-    const auto kept = Kept::of(ctx);
+    const auto saved_context = SavedContext::of(ctx);
     at::Tensor grad = detached(grads[0]).contiguous();
-    const float bound = kept->hold->optimizer().clip_output;
+    const float bound = saved_context->hold->optimizer().clip_output;
     if (bound < std::numeric_limits<float>::infinity()) grad = grad.clamp(-bound, bound);
     variable_list out(13);
     // Reads the cores, so it comes before their update.
-    if (kept->weights_grad) {
+    if (saved_context->weights_grad) {
       out[1] = once_differentiable(
-          weights_gradient(kept->cores, kept->group, grad, saved, kept->batch_size, kept->mean),
+          weights_gradient(saved_context->cores, saved_context->group, grad, saved,
+                           saved_context->batch_size, saved_context->mean),
           "The gradient of the weights of a Tensor-Train lookup can't be differentiated, since a "
           "fused optimizer trains the cores: give the table no fused optimizer (sparse=False).");
     }
-    call.call(kept->cores, kept->states, kept->step, kept->group, grad, saved[0], saved[1],
-              defined_or_none(saved[3]), saved[2], kept->batch_size, kept->mean, kept->pooled,
-              kept->learning_rate);
+    call.call(saved_context->cores, saved_context->states, saved_context->step,
+              saved_context->group, grad, saved[0], saved[1], defined_or_none(saved[3]), saved[2],
+              saved_context->batch_size, saved_context->mean, saved_context->pooled,
+              saved_context->learning_rate);
     return out;
   }
 };

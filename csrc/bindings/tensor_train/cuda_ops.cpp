@@ -26,10 +26,10 @@ cudaStream_t current_stream(const TensorTrainPlan& plan) {
   return c10::cuda::getCurrentCUDAStream(plan.device.index());
 }
 
-kernels::Batch batch_of(const TensorTrainBatch& call, const TensorTrainPlan& plan,
-                        const at::Tensor& ids) {
+kernels::BatchCuda batch_of(const TensorTrainBatch& call, const TensorTrainPlan& plan,
+                            const at::Tensor& ids) {
   const TensorTrainGroup& group = *call.group;
-  kernels::Batch batch;
+  kernels::BatchCuda batch;
   batch.ids = call.batch.ids;
   batch.offsets = call.batch.offsets;
   batch.weights = call.batch.weights;
@@ -71,7 +71,7 @@ void* address_of(const at::Tensor& scratch) {
 }
 
 // An upper bound of index_bytes that fakes can compute; also in torchrec_hkv/tensor_train/ops.py.
-int64_t index_words(const TensorTrainGroup& group, const kernels::Batch& batch) {
+int64_t index_words(const TensorTrainGroup& group, const kernels::BatchCuda& batch) {
   const bool scaled = batch.weights != nullptr || (batch.mean && batch.pooled);
   return 2 * std::min(batch.num_ids, group.num_prefixes()) + (scaled ? 4 : 3) * batch.num_ids + 400;
 }
@@ -79,7 +79,7 @@ int64_t index_words(const TensorTrainGroup& group, const kernels::Batch& batch) 
 at::Tensor sorted(const TensorTrainBatch& call, const at::Tensor& ids) {
   const auto plan = call.group->plans().find(*call.group, ids.device(), at::kFloat, {});
   const at::Tensor outside = call.group->plans().outside(ids.device());
-  const kernels::Batch batch = batch_of(call, *plan, ids);
+  const kernels::BatchCuda batch = batch_of(call, *plan, ids);
   const int64_t words = index_words(*call.group, batch);
   TORCH_INTERNAL_ASSERT(kernels::index_bytes(plan->kernels, batch) <= sizeof(int64_t) * words);
   at::Tensor index = empty_beside({words}, at::kLong, ids);
@@ -100,7 +100,7 @@ at::Tensor tt_sort(int64_t group, const at::Tensor& ids, const at::Tensor& offse
 struct DeviceCall {
   TensorTrainBatch checked;
   std::shared_ptr<TensorTrainPlan> plan;
-  kernels::Batch batch;
+  kernels::BatchCuda batch;
   kernels::Precision precision;
 };
 
@@ -284,8 +284,8 @@ void tt_apply_gradients(at::TensorList cores, at::TensorList states, at::Tensor 
   const TensorTrainBatch checked = checked_cores(cores, group, gradients.device());
   check_states(checked, states, step, learning_rate, gradients.device());
   check_flat_gradients(checked, gradients, gradients.device());
-  const std::shared_ptr<TensorTrainPlan> held = plan_of(checked, gradients.device());
-  TensorTrainPlan& plan = *held;
+  const std::shared_ptr<TensorTrainPlan> shared_plan = plan_of(checked, gradients.device());
+  TensorTrainPlan& plan = *shared_plan;
   std::vector<void*> addresses;
   for (const at::Tensor& state : states) addresses.push_back(state.mutable_data_ptr());
   plan.order.run(kWriteAll, [&] {

@@ -14,11 +14,11 @@ using tensor_train::TableCpu;
 // have rows of zeros.
 at::Tensor rows_of(const TableCpu& table, at::TensorList cores, const at::Tensor& ids) {
   const at::Tensor inside = at::logical_and(ids.ge(0), ids.lt(table.rows));
-  at::Tensor left_over = at::where(inside, ids, 0);
+  at::Tensor remainder = at::where(inside, ids, 0);
   std::vector<at::Tensor> slices(table.cores);
   for (int32_t k = table.cores - 1; k >= 0; --k) {
-    slices[k] = left_over.remainder(table.p[k]);
-    left_over = left_over.floor_divide(table.p[k]);
+    slices[k] = remainder.remainder(table.p[k]);
+    remainder = remainder.floor_divide(table.p[k]);
   }
   at::Tensor product;
   int64_t columns = 1;

@@ -22,9 +22,9 @@ void for_each_position(const Batch& batch, int32_t table, const Function& visit_
 }
 
 // The number of occurrences of each missing id of a call, in the order of first occurrence.
-class Tally {
+class OccurrenceCounts {
  public:
-  struct Id {
+  struct CountedId {
     int64_t id;
     uint64_t times;
     bool admitted;
@@ -32,31 +32,31 @@ class Tally {
 
   // Counts an id; returns its index.
   int64_t add(int64_t id) {
-    if (2 * ids.size() >= places_.size()) grow();
-    const size_t place = place_of(id);
-    if (places_[place] == 0) {
-      ids.push_back(Id{id, 0, false});
-      places_[place] = ids.size();
+    if (2 * ids.size() >= index_.size()) grow();
+    const size_t entry = find_index(id);
+    if (index_[entry] == 0) {
+      ids.push_back(CountedId{id, 0, false});
+      index_[entry] = ids.size();
     }
-    ++ids[places_[place] - 1].times;
-    return static_cast<int64_t>(places_[place]) - 1;
+    ++ids[index_[entry] - 1].times;
+    return static_cast<int64_t>(index_[entry]) - 1;
   }
 
-  std::vector<Id> ids;
+  std::vector<CountedId> ids;
 
  private:
-  size_t place_of(int64_t id) const {
-    const size_t mask = places_.size() - 1;
-    size_t place = mix64(static_cast<uint64_t>(id)) & mask;
-    while (places_[place] != 0 && ids[places_[place] - 1].id != id) place = (place + 1) & mask;
-    return place;
+  size_t find_index(int64_t id) const {
+    const size_t mask = index_.size() - 1;
+    size_t entry = mix64(static_cast<uint64_t>(id)) & mask;
+    while (index_[entry] != 0 && ids[index_[entry] - 1].id != id) entry = (entry + 1) & mask;
+    return entry;
   }
   void grow() {
-    places_.assign(std::max<size_t>(1024, 2 * places_.size()), 0);
-    for (size_t i = 0; i < ids.size(); ++i) places_[place_of(ids[i].id)] = i + 1;
+    index_.assign(std::max<size_t>(1024, 2 * index_.size()), 0);
+    for (size_t i = 0; i < ids.size(); ++i) index_[find_index(ids[i].id)] = i + 1;
   }
 
-  std::vector<size_t> places_;  // 1 + index, 0: free; at most half of them taken
+  std::vector<size_t> index_;  // 1 + index, 0: free; at most half of them taken
 };
 
 // Adds to an id's count. Returns whether the id is admitted; if so, its cell is freed.
@@ -88,14 +88,14 @@ void count_in_sketch(const Admission& admission, int64_t id) {
 }
 
 void admit_table(const TableView& table, const Admission& admission, int32_t table_index,
-                 const Batch& batch, const Visit& visit, int64_t* slots) {
-  Tally tally;
+                 const Batch& batch, const CallContext& context, int64_t* slots) {
+  OccurrenceCounts occurrences;
   if (admission.kind == AdmissionKind::kCounted) {
     for_each_position(batch, table_index, [&](int64_t at) {
-      if (slots[at] == kNoSlot) slots[at] = kNoSlot - 1 - tally.add(batch.ids[at]);
+      if (slots[at] == kNoSlot) slots[at] = kNoSlot - 1 - occurrences.add(batch.ids[at]);
     });
-    for (Tally::Id& asked : tally.ids) {
-      asked.admitted = count_in_cell(admission, asked.id, asked.times, visit.now());
+    for (OccurrenceCounts::CountedId& counted : occurrences.ids) {
+      counted.admitted = count_in_cell(admission, counted.id, counted.times, context.now());
     }
   } else if (admission.kind == AdmissionKind::kSketched) {
     for_each_position(batch, table_index, [&](int64_t at) {
@@ -106,10 +106,11 @@ void admit_table(const TableView& table, const Admission& admission, int32_t tab
   for_each_position(batch, table_index, [&](int64_t at) {
     if (slots[at] > kNoSlot) return;
     const int64_t id = batch.ids[at];
-    const bool admitted =
-        admission.kind == AdmissionKind::kCounted    ? tally.ids[kNoSlot - 1 - slots[at]].admitted
-        : admission.kind == AdmissionKind::kSketched ? sketch_admits(admission, id)
-                                                     : drawn(admission, id, visit.now());
+    const bool admitted = admission.kind == AdmissionKind::kCounted
+                              ? occurrences.ids[kNoSlot - 1 - slots[at]].admitted
+                          : admission.kind == AdmissionKind::kSketched
+                              ? sketch_admits(admission, id)
+                              : drawn(admission, id, context.now());
     slots[at] = admitted ? kNoSlot : kNotAdmitted;
     unadmitted += !admitted;
   });
@@ -118,22 +119,22 @@ void admit_table(const TableView& table, const Admission& admission, int32_t tab
 
 }  // namespace
 
-void admit(const TableView* tables, const Batch& batch, const Visit& visit,
+void admit(const TableView* tables, const Batch& batch, const CallContext& context,
            const Admissions& admissions, int64_t* slots, int threads) {
   // One thread for each table, because the assignment of cells depends on the order.
   parallel_for(admissions.num_tables, 1, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const Admission& admission = admissions.of_tables[t];
       if (admission.kind == AdmissionKind::kEvery) continue;
-      admit_table(tables[t], admission, static_cast<int32_t>(t), batch, visit, slots);
+      admit_table(tables[t], admission, static_cast<int32_t>(t), batch, context, slots);
     }
   });
 }
 
-void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
+void finish_admission(const TableView* tables, const Batch& batch, const CallContext& context,
                       const Placement& placement, int64_t* slots, int threads) {
-  const Leavers& leavers = placement.leavers;
-  if (leavers.number == nullptr) {
+  const EvictedEntries& evicted = placement.evicted_entries;
+  if (evicted.number == nullptr) {
     parallel_for(batch.num_ids, 1 << 16, threads, [&](int64_t begin, int64_t end) {
       std::replace(slots + begin, slots + end, kNotAdmitted, kNoSlot);
     });
@@ -145,18 +146,19 @@ void finish_admission(const TableView* tables, const Batch& batch, const Visit& 
     const int32_t index = batch.feature_tables[batch.feature_of(at)];
     const TableView& table = tables[index];
     slots[at] = kNoSlot;
-    const uint64_t to = (*leavers.number)++;
-    leavers.ids[to] = batch.ids[at];
-    leavers.scores[to] = first_score(table.eviction, visit.now(), visit.epoch(), visit.given(at));
-    if (leavers.tables != nullptr) leavers.tables[to] = index;
-    copy_to_matrix(leavers.rows, static_cast<int64_t>(to), given.type, given.at(at), table.dim());
+    const uint64_t to = (*evicted.number)++;
+    evicted.ids[to] = batch.ids[at];
+    evicted.scores[to] =
+        first_score(table.eviction, context.now(), context.epoch(), context.given(at));
+    if (evicted.tables != nullptr) evicted.tables[to] = index;
+    copy_to_matrix(evicted.rows, static_cast<int64_t>(to), given.type, given.at(at), table.dim());
   }
 }
 
-void halve_counts(const Admissions& admissions, const Visit& visit, int threads) {
+void halve_counts(const Admissions& admissions, const CallContext& context, int threads) {
   for (int32_t t = 0; t < admissions.num_tables; ++t) {
     const Admission& admission = admissions.of_tables[t];
-    if (admission.halve_every == 0 || visit.now() % admission.halve_every != 0) continue;
+    if (admission.halve_every == 0 || context.now() % admission.halve_every != 0) continue;
     parallel_for(halved_parts(admission), 1 << 16, threads, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) halve_part(admission, i);
     });

@@ -16,9 +16,9 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 // begin_row by a row's own number of updates, which many rows share.
-class TermsOfSteps {
+class RowTermsCache {
  public:
-  TermsOfSteps() {
+  RowTermsCache() {
     for (float& step : steps_) step = std::numeric_limits<float>::quiet_NaN();  // equals none
   }
 
@@ -46,7 +46,7 @@ class RowUpdater {
  public:
   RowUpdater(const OptimizerConfig& config, float learning_rate, int32_t widest)
       : config_(config),
-        limits_(config.clip_value < kUnbounded || clips_by_norm(config)),
+        clips_(config.clip_value < kUnbounded || clips_by_norm(config)),
         learning_rate_(learning_rate),
         stride_((widest + kRoundedTogether - 1) / kRoundedTogether * kRoundedTogether),
         buffers_(kBuffers * int64_t{stride_}) {}
@@ -94,7 +94,7 @@ class RowUpdater {
     OptimizerConfig config = config_;
     config.kind = kKind;
     const bool decays = config.coupled_decay != 0.0f;
-    if (limits_) grad = limited(grad, dim);
+    if (clips_) grad = clip_gradient(grad, dim);
     float squares = 0.0f;
     if (adapts_by_row(kKind) && !decays) squares = sum_of_squares(grad, dim);
     const SlotVectors rows(table.rows), states(table.states);
@@ -107,30 +107,30 @@ class RowUpdater {
         widen_row(table.rows.type, rows.at(slots[i]), 0, dim, row);
       }
       float* const state = reinterpret_cast<float*>(states.at(slots[i]));
-      RowTerms terms = of_table_;
+      RowTerms terms = table_terms_;
       if (config.own_steps) {
         const float step = state[own_step_column(kKind, dim)] += 1.0f;
         terms = terms_.get(config_, learning_rate_, step);
       }
-      const float* of_row = grad;
+      const float* row_grad = grad;
       if (decays) {
-        of_row = buffer(kDecayed);
+        row_grad = buffer(kDecayed);
         decay_columns(config.coupled_decay, grad, row, dim, buffer(kDecayed));
-        if (adapts_by_row(kKind)) squares = sum_of_squares(of_row, dim);
+        if (adapts_by_row(kKind)) squares = sum_of_squares(row_grad, dim);
       }
       if (adapts_by_row(kKind)) {
         float& row_square = state[row_square_column(kKind, dim)];
         row_square = adapt_row(config, squares, dim, row_square, &terms);
       }
       if constexpr (column_states(kKind) == 0) {
-        if (limits_norm(config)) terms = limit_norm(row, of_row, dim, terms);
+        if (limits_norm(config)) terms = limit_norm(row, row_grad, dim, terms);
       }
       if constexpr (kKind == Optimizer::kLamb) {
-        move_lamb_columns(config, terms, of_row, dim, row, state, buffer(kMoved));
+        move_lamb_columns(config, terms, row_grad, dim, row, state, buffer(kMoved));
       } else if constexpr (kKind == Optimizer::kFtrl) {
-        move_ftrl_columns(config, terms.learning_rate, of_row, dim, row, state);
+        move_ftrl_columns(config, terms.learning_rate, row_grad, dim, row, state);
       } else {
-        move_columns<kKind>(config, terms, of_row, dim, row, state);
+        move_columns<kKind>(config, terms, row_grad, dim, row, state);
       }
       if (narrow) store(table, slots[i], row, rows.at(slots[i]));
     }
@@ -140,13 +140,13 @@ class RowUpdater {
     table_ = &table;
     const int64_t step = *table.optimizer_step;
     if (!config_.own_steps)
-      of_table_ = begin_row(config_, learning_rate_, static_cast<float>(step));
+      table_terms_ = begin_row(config_, learning_rate_, static_cast<float>(step));
     rounding_step_ = rounding_step(config_.rounding_seed, table.initial_rows.seed, step);
   }
 
   // The gradient, clipped by value and by norm: a part of gradient_of that does not depend on the
   // row.
-  const float* limited(const float* grad, int32_t dim) {
+  const float* clip_gradient(const float* grad, int32_t dim) {
     if (config_.clip_value < kUnbounded) {
       clip_columns(config_.clip_value, grad, dim, buffer(kClipped));
       grad = buffer(kClipped);
@@ -189,12 +189,12 @@ class RowUpdater {
   float* buffer(Buffer which) { return buffers_.data() + which * int64_t{stride_}; }
 
   const OptimizerConfig config_;
-  const bool limits_;  // whether gradients are clipped
+  const bool clips_;  // whether gradients are clipped
   const float learning_rate_;
   const TableView* table_ = nullptr;  // to which the next two belong
-  RowTerms of_table_{};               // of its rows, unless they count their own steps
+  RowTerms table_terms_{};            // of its rows, unless they count their own steps
   uint64_t rounding_step_ = 0;
-  TermsOfSteps terms_;
+  RowTermsCache terms_;
   const int32_t stride_;  // of a buffer
   std::vector<float> buffers_;
 };

@@ -157,13 +157,14 @@ inline int64_t find_slot(const TableView& table, int64_t id, const BucketChoice&
 }
 
 // Other threads may touch the slot at the same time.
-inline void touch(const TableView& table, int64_t slot, const Visit& visit, uint64_t given) {
-  if (table.counted.kept()) return look_up_shared(table.counted, slot, visit.now(), given);
+inline void touch(const TableView& table, int64_t slot, const CallContext& context,
+                  uint64_t given) {
+  if (table.counted.enabled()) return add_lookup_shared(table.counted, slot, context.now(), given);
   std::atomic_ref<uint32_t> last(table.last_steps[slot]);
-  if (last.load(std::memory_order_relaxed) != visit.now()) {
-    last.store(visit.now(), std::memory_order_relaxed);
+  if (last.load(std::memory_order_relaxed) != context.now()) {
+    last.store(context.now(), std::memory_order_relaxed);
   }
-  if (table.scores != nullptr) touch_score(table, slot, visit, given);
+  if (table.scores != nullptr) touch_score(table, slot, context, given);
 }
 
 inline void count(const TableView& table, Counter counter, uint64_t by) {

@@ -8,7 +8,7 @@
 #include "common/stream.h"
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/repeats.h"
-#include "hash_table/cpu/shares.h"
+#include "hash_table/cpu/work_partition.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -20,7 +20,7 @@ namespace {
 constexpr int kAhead = 8;
 constexpr int kInFlight = 64;  // a power of two, at least 3 * kAhead + 1
 
-struct InFlight {
+struct PipelineEntry {
   BucketChoice choice;
   uint32_t bucket;  // the bucket that may hold it
   uint64_t mask;    // matches of the digest in it
@@ -35,7 +35,7 @@ enum class Touch {
 };
 
 Touch touch_of(const TableView& table) {
-  if (table.counted.kept()) return Touch::kCount;
+  if (table.counted.enabled()) return Touch::kCount;
   return table.scores != nullptr ? Touch::kScore : Touch::kStep;
 }
 constexpr bool touches_scores(Touch touch) {
@@ -45,29 +45,29 @@ constexpr bool touches_scores(Touch touch) {
 // Scores of a table that no other thread touches at the same time. With CountedSteps, they include
 // the last steps.
 template <Touch kTouch>
-class Scores {
+class ScoreUpdater {
  public:
-  Scores(const TableView& table, const Visit& visit)
+  ScoreUpdater(const TableView& table, const CallContext& context)
       : counted_(table.counted),
         scores_(table.scores),
         policy_(table.eviction),
-        visit_(visit),
-        distance_(kTouch == Touch::kCount ? visit.now() - table.counted.begin() : 0) {}
+        context_(context),
+        distance_(kTouch == Touch::kCount ? context.now() - table.counted.begin() : 0) {}
 
-  // Does nothing if `there` is false, without a branch.
-  void touch(int64_t slot, bool there, uint64_t given) {
+  // Does nothing if `present` is false, without a branch.
+  void touch(int64_t slot, bool present, uint64_t given) {
     if constexpr (kTouch == Touch::kCount) {
-      uint32_t* const word = select(there, counted_.words + slot, &idle_word_);
-      if (CountedSteps::takes(*word, given)) [[likely]] {
-        *word = CountedSteps::looked_up(*word, distance_, given);
-      } else if (there) {
-        counted_.look_up(slot, visit_.now(), given);
+      uint32_t* const word = select(present, counted_.words + slot, &idle_word_);
+      if (CountedSteps::fits_word(*word, given)) [[likely]] {
+        *word = CountedSteps::word_after_lookup(*word, distance_, given);
+      } else if (present) {
+        counted_.add_lookup(slot, context_.now(), given);
       } else {
         idle_word_ = 0;
       }
     } else if constexpr (kTouch == Touch::kScore) {
-      uint64_t* const score = select(there, scores_ + slot, &idle_);
-      *score = next_score(policy_, *score, visit_.now(), visit_.epoch(), given);
+      uint64_t* const score = select(present, scores_ + slot, &idle_);
+      *score = next_score(policy_, *score, context_.now(), context_.epoch(), given);
     }
   }
 
@@ -75,33 +75,33 @@ class Scores {
   const CountedSteps counted_;
   uint64_t* const scores_;
   const Eviction policy_;
-  const Visit& visit_;
+  const CallContext& context_;
   const uint32_t distance_;
   uint64_t idle_ = 0;
   uint32_t idle_word_ = 0;
 };
 
 template <Touch kTouch, bool kListed>
-class Finder {
+class IdFinder {
  public:
   // Finds the ids at positions [begin, end), all of one table. If kListed: those at
   // positions[begin] to positions[end - 1], with the given scores given[begin] and so on if the
   // table keeps scores.
-  Finder(const TableView& table, const int64_t* ids, const int64_t* positions,
-         const uint64_t* given, int64_t begin, int64_t end, const Visit& visit, bool shared,
-         int64_t* slots, bool* found_at)
+  IdFinder(const TableView& table, const int64_t* ids, const int64_t* positions,
+           const uint64_t* given, int64_t begin, int64_t end, const CallContext& context,
+           bool shared, int64_t* slots, bool* found_at)
       : table_(table),
         ids_(ids),
         positions_(positions),
         given_(given),
         begin_(begin),
         end_(end),
-        visit_(visit),
+        context_(context),
         shared_(shared),
         slots_(slots),
         found_at_(found_at),
-        now_(kTouch != Touch::kNothing ? visit.now() : 0),
-        scores_(table, visit) {}
+        now_(kTouch != Touch::kNothing ? context.now() : 0),
+        scores_(table, context) {}
 
   // Returns the number of ids that it found.
   int64_t run() {
@@ -121,24 +121,24 @@ class Finder {
       return !kEnds || (position >= begin_ && position < end_);
     };
     if (has(at)) choose(at);
-    if (has(at - kAhead)) look_in_first(at - kAhead);
-    if (has(at - 2 * kAhead)) look_in_bucket(at - 2 * kAhead);
+    if (has(at - kAhead)) probe_first(at - kAhead);
+    if (has(at - 2 * kAhead)) probe_bucket(at - 2 * kAhead);
     if (has(at - 3 * kAhead)) finish(at - 3 * kAhead);
   }
 
   int64_t position(int64_t at) const { return kListed ? positions_[at] : at; }
 
-  InFlight& flying(int64_t at) { return flying_[static_cast<uint64_t>(at) % kInFlight]; }
+  PipelineEntry& entry_at(int64_t at) { return pipeline_[static_cast<uint64_t>(at) % kInFlight]; }
 
   [[gnu::always_inline]] void choose(int64_t at) {
-    InFlight& it = flying(at);
+    PipelineEntry& it = entry_at(at);
     it.choice = buckets_of(table_, ids_[position(at)]);
     prefetch_line(table_, it.choice.first);
   }
 
   // Without a match in the first bucket, the id can only be in the second.
-  [[gnu::always_inline]] void look_in_first(int64_t at) {
-    InFlight& it = flying(at);
+  [[gnu::always_inline]] void probe_first(int64_t at) {
+    PipelineEntry& it = entry_at(at);
     const uint64_t mask = match_digests(digest_line(table_, it.choice.first), it.choice.digest);
     const bool maybe = mask != 0;
     it.bucket = static_cast<uint32_t>(select(maybe, it.choice.first, it.choice.second));
@@ -149,8 +149,8 @@ class Finder {
     if (kTouch != Touch::kNothing) prefetch_touched(slot, maybe);
   }
 
-  [[gnu::always_inline]] void look_in_bucket(int64_t at) {
-    InFlight& it = flying(at);
+  [[gnu::always_inline]] void probe_bucket(int64_t at) {
+    PipelineEntry& it = entry_at(at);
     it.mask = match_digests(digest_line(table_, it.bucket), it.choice.digest);
     const bool maybe = it.mask != 0;
     const int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
@@ -174,34 +174,34 @@ class Finder {
   }
 
   [[gnu::always_inline]] void finish(int64_t nth) {
-    const InFlight& it = flying(nth);
+    const PipelineEntry& it = entry_at(nth);
     const int64_t at = position(nth);
     const int64_t id = ids_[at];
     const bool maybe = it.mask != 0;
     int64_t slot = first_slot_of(table_, it.bucket) + lowest_bit(it.mask);
     const bool same = *select(maybe, &table_.ids[slot], &idle_id_) == id;
-    bool there = maybe & same;
+    bool present = maybe & same;
     if (maybe & !same) [[unlikely]] {  // another id's digest
       slot = find_slot(table_, id, it.choice);
-      there = slot != kNoSlot;
+      present = slot != kNoSlot;
     }
-    slots_[at] = static_cast<int64_t>(select(there, table_.first_slot + slot, kNoSlot));
-    found_ += there;
+    slots_[at] = static_cast<int64_t>(select(present, table_.first_slot + slot, kNoSlot));
+    found_ += present;
     if (kTouch != Touch::kNothing) {
-      if (found_at_ != nullptr) found_at_[at] = there;
+      if (found_at_ != nullptr) found_at_[at] = present;
       if (shared_ && touches_scores(kTouch)) {
-        if (there) touch(table_, slot, visit_, given(nth, at));
+        if (present) touch(table_, slot, context_, given(nth, at));
       } else {
         if (kTouch != Touch::kCount) {
-          touch_step(select(there, &table_.last_steps[slot], &idle_step_));
+          touch_step(select(present, &table_.last_steps[slot], &idle_step_));
         }
-        if (touches_scores(kTouch)) scores_.touch(slot, there, given(nth, at));
+        if (touches_scores(kTouch)) scores_.touch(slot, present, given(nth, at));
       }
     }
   }
 
   uint64_t given(int64_t nth, int64_t at) const {
-    return kListed && given_ != nullptr ? given_[nth] : visit_.given(at);
+    return kListed && given_ != nullptr ? given_[nth] : context_.given(at);
   }
 
   // Stores only a changed value, because several threads may touch the slot.
@@ -220,16 +220,16 @@ class Finder {
   const int64_t* const positions_;
   const uint64_t* const given_;
   const int64_t begin_, end_;
-  const Visit& visit_;
+  const CallContext& context_;
   const bool shared_;  // other threads touch slots of this table at the same time
   int64_t* const slots_;
   bool* const found_at_;
   const uint32_t now_;
   int64_t found_ = 0;
-  Scores<kTouch> scores_;
+  ScoreUpdater<kTouch> scores_;
   int64_t idle_id_ = 0;
   uint32_t idle_step_ = 0;
-  InFlight flying_[kInFlight];
+  PipelineEntry pipeline_[kInFlight];
 };
 
 // Finds the ids at positions [begin, end), all of one table, and returns the number of ids that it
@@ -238,11 +238,11 @@ class Finder {
 // with the same id are summed first.
 template <Touch kTouch>
 int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, int64_t end,
-                   const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
+                   const CallContext& context, bool shared, int64_t* slots, bool* found_at) {
   constexpr int64_t kTrial = 512;
   // If false, all positions of an id store the same score.
   const bool counts =
-      touches_scores(kTouch) && (sums_scores(table.eviction) || visit.scores != nullptr);
+      touches_scores(kTouch) && (sums_scores(table.eviction) || context.scores != nullptr);
   const bool summed = counts && shared;  // a single atomic addition for all positions of an id
   int64_t found = 0;
   if (end - begin > kTrial) {
@@ -253,9 +253,9 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
       if (summed) repeats.forget(begin);
       const int64_t n = repeats.list(begin, stop);
       const uint64_t* const given =
-          summed ? repeats.given(stop, n, sums_scores(table.eviction), visit) : nullptr;
-      Finder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, visit, shared, slots,
-                           found_at)
+          summed ? repeats.given(stop, n, sums_scores(table.eviction), context) : nullptr;
+      IdFinder<kTouch, true>(table, ids, repeats.listed(), given, 0, n, context, shared, slots,
+                             found_at)
           .run();
       for (int64_t at = begin; at < stop; ++at) {
         const int64_t slot = slots[repeats.origin(at - begin)];
@@ -264,46 +264,46 @@ int64_t find_range(const TableView& table, const int64_t* ids, int64_t begin, in
         found += slot != kNoSlot;
       }
       if (counts && !summed) {
-        Scores<kTouch> scores(table, visit);
+        ScoreUpdater<kTouch> scores(table, context);
         for (int64_t i = 0; i < stop - begin - n; ++i) {
           const int64_t at = repeats.repeated()[i], slot = slots[at];
-          scores.touch(slot - table.first_slot, slot != kNoSlot, visit.given(at));
+          scores.touch(slot - table.first_slot, slot != kNoSlot, context.given(at));
         }
       }
       many = n * 4 < (stop - begin) * 3;
       begin = stop;
-      stop = std::min(end, begin + Repeats::kMost);
+      stop = std::min(end, begin + Repeats::kMax);
     }
   }
-  Finder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, visit, shared, slots,
-                             found_at);
+  IdFinder<kTouch, false> rest(table, ids, nullptr, nullptr, begin, end, context, shared, slots,
+                               found_at);
   return found + rest.run();
 }
 
 int64_t find_range(Touch touch, const TableView& table, const int64_t* ids, const Span& span,
-                   const Visit& visit, bool shared, int64_t* slots, bool* found_at) {
+                   const CallContext& context, bool shared, int64_t* slots, bool* found_at) {
   const auto find = touch == Touch::kNothing ? find_range<Touch::kNothing>
                     : touch == Touch::kStep  ? find_range<Touch::kStep>
                     : touch == Touch::kCount ? find_range<Touch::kCount>
                                              : find_range<Touch::kScore>;
-  return find(table, ids, span.begin, span.end, visit, shared, slots, found_at);
+  return find(table, ids, span.begin, span.end, context, shared, slots, found_at);
 }
 
 // Returns the number of missing ids.
 template <bool kTouch>
-int64_t find_all(const TableView* tables, const Batch& batch, const Visit& visit, int64_t* slots,
-                 bool* found_at, int threads) {
-  constexpr int64_t kLeast = 1024;
-  const Shares shares(batch, batch.num_ids > kLeast ? threads : 1);
+int64_t find_all(const TableView* tables, const Batch& batch, const CallContext& context,
+                 int64_t* slots, bool* found_at, int threads) {
+  constexpr int64_t kMin = 1024;
+  const WorkPartition work(batch, batch.num_ids > kMin ? threads : 1);
   std::atomic<int64_t> next = 0, missed = 0;
-  const int64_t workers = std::min<int64_t>(threads, shares.size());
+  const int64_t workers = std::min<int64_t>(threads, work.size());
   parallel_for(workers, 1, threads, [&](int64_t, int64_t) {
-    for (int64_t s; (s = next.fetch_add(1, std::memory_order_relaxed)) < shares.size();) {
-      for (const Span* span = shares[s].begin; span != shares[s].end; ++span) {
+    for (int64_t s; (s = next.fetch_add(1, std::memory_order_relaxed)) < work.size();) {
+      for (const Span* span = work[s].begin; span != work[s].end; ++span) {
         const TableView& table = tables[span->table];
         const Touch touch = kTouch ? touch_of(table) : Touch::kNothing;
-        const int64_t found =
-            find_range(touch, table, batch.ids, *span, visit, !shares[s].alone, slots, found_at);
+        const int64_t found = find_range(touch, table, batch.ids, *span, context,
+                                         !work[s].exclusive, slots, found_at);
         const int64_t missing = span->end - span->begin - found;
         missed.fetch_add(missing, std::memory_order_relaxed);
         if (kTouch) {
@@ -319,12 +319,12 @@ int64_t find_all(const TableView* tables, const Batch& batch, const Visit& visit
 }  // namespace
 
 void find(const TableView* tables, const Batch& batch, int64_t* slots, int threads) {
-  find_all<false>(tables, batch, Visit{}, slots, nullptr, threads);
+  find_all<false>(tables, batch, CallContext{}, slots, nullptr, threads);
 }
 
-int64_t find_and_touch(const TableView* tables, const Batch& batch, const Visit& visit,
+int64_t find_and_touch(const TableView* tables, const Batch& batch, const CallContext& context,
                        int64_t* slots, bool* found, int threads) {
-  return find_all<true>(tables, batch, visit, slots, found, threads);
+  return find_all<true>(tables, batch, context, slots, found, threads);
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

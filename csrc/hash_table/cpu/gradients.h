@@ -12,9 +12,9 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 // Division of 32-bit numbers by a constant divisor, as a multiplication (Lemire, Kaser, Kurz 2019).
-class Division {
+class FastDivide {
  public:
-  explicit Division(int64_t by)
+  explicit FastDivide(int64_t by)
       : inverse_(by > 1 ? UINT64_MAX / static_cast<uint64_t>(by) + 1 : 0) {}
 
   uint32_t operator()(uint32_t number) const {
@@ -34,9 +34,9 @@ class Gradients {
 
   RowType type() const { return grad_.type; }
   const char* data() const { return grad_.data; }
-  const char* from(int32_t feature, int64_t bag) const { return grad_.at(place(feature, bag)); }
+  const char* from(int32_t feature, int64_t bag) const { return grad_.at(offset(feature, bag)); }
   // A bag's gradient, in elements from data() on.
-  int64_t place(int32_t feature, int64_t bag) const {
+  int64_t offset(int32_t feature, int64_t bag) const {
     return batch_.output_of(feature, bag - batch_.first_bag(feature), grad_.stride);
   }
   int32_t feature_of_bag(uint32_t bag) const {
@@ -55,14 +55,14 @@ class Gradients {
   const Batch& batch_;
   Pooling pooling_;
   Output<const char> grad_;
-  Division divide_;  // by the batch size
+  FastDivide divide_;  // by the batch size
 };
 
 // Gradients of one row, in the order of the batch.
 struct RowGradients {
   const char* data;
-  const int64_t* places;  // [n], in elements from `data` on
-  const float* scales;    // [n]; null: no scales
+  const int64_t* offsets;  // [n], in elements from `data` on
+  const float* scales;     // [n]; null: no scales
   int64_t n;
 };
 
@@ -84,9 +84,9 @@ void sum_vectors(const RowGradients& gradients, int64_t first, int64_t last, int
                  int32_t end, float* to) {
   const int64_t bytes = element_size(kType);
   const char* const data = gradients.data + column * bytes;
-  const int64_t* const places = gradients.places;
+  const int64_t* const offsets = gradients.offsets;
   const auto load = [&](int64_t i, int v, Vector& columns) {
-    load_columns<kType>(data + (places[i] + offset_of<Vector, kVectors>(v, end)) * bytes, columns);
+    load_columns<kType>(data + (offsets[i] + offset_of<Vector, kVectors>(v, end)) * bytes, columns);
     if (kScaled) columns *= gradients.scales[i];
   };
   Vector sums[kVectors];

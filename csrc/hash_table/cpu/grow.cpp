@@ -13,7 +13,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-// Buckets whose entries astray are listed together.
+// Buckets whose misplaced entries are listed together.
 constexpr int64_t kListedBuckets = 1 << 14;
 
 uint16_t* line_of(const TableView& table, int64_t bucket) {
@@ -30,7 +30,7 @@ void empty_bucket(const TableView& table, int64_t bucket) {
 void move_entry(const TableView& table, int64_t from, int64_t to) {
   if (from == to) return;
   table.ids[to] = table.ids[from];
-  if (table.counted.kept()) {
+  if (table.counted.enabled()) {
     table.counted.copy(from, to);
   } else {
     table.last_steps[to] = table.last_steps[from];
@@ -57,32 +57,33 @@ void split_bucket(const TableView& after, uint32_t bucket) {
   }
 }
 
-// Slots of buckets [begin, end) whose entries are astray, ascending.
-std::vector<int64_t> find_astray(const TableView& table, int64_t begin, int64_t end, int threads) {
-  std::vector<int64_t> astray;
+// Slots of buckets [begin, end) whose entries are misplaced, ascending.
+std::vector<int64_t> find_misplaced_slots(const TableView& table, int64_t begin, int64_t end,
+                                          int threads) {
+  std::vector<int64_t> misplaced;
   std::mutex mutex;
   parallel_for(end - begin, 256, threads, [&](int64_t first, int64_t last) {
-    std::vector<int64_t> mine;
+    std::vector<int64_t> found;
     for (int64_t bucket = begin + first; bucket < begin + last; ++bucket) {
       const int64_t base = bucket * table.bucket_slots;
       const uint16_t* line = line_of(table, bucket);
       for (int p = 0; p < table.bucket_slots; ++p) {
         if (line[p] == kEmptyDigest) continue;
         const BucketChoice choice = buckets_of(table, table.ids[base + p]);
-        if (choice.first != bucket && choice.second != bucket) mine.push_back(base + p);
+        if (choice.first != bucket && choice.second != bucket) found.push_back(base + p);
       }
     }
     const std::lock_guard<std::mutex> lock(mutex);
-    astray.insert(astray.end(), mine.begin(), mine.end());
+    misplaced.insert(misplaced.end(), found.begin(), found.end());
   });
-  std::sort(astray.begin(), astray.end());
-  return astray;
+  std::sort(misplaced.begin(), misplaced.end());
+  return misplaced;
 }
 
-void settle(const TableView& table, int64_t begin, int64_t end, int threads) {
-  for (int64_t some = begin; some < end; some += kListedBuckets) {
-    const int64_t until = std::min(end, some + kListedBuckets);
-    for (const int64_t slot : find_astray(table, some, until, threads)) {
+void move_misplaced(const TableView& table, int64_t begin, int64_t end, int threads) {
+  for (int64_t chunk_begin = begin; chunk_begin < end; chunk_begin += kListedBuckets) {
+    const int64_t chunk_end = std::min(end, chunk_begin + kListedBuckets);
+    for (const int64_t slot : find_misplaced_slots(table, chunk_begin, chunk_end, threads)) {
       const BucketChoice choice = buckets_of(table, table.ids[slot]);
       const int64_t to = free_slot(table, choice);
       move_entry(table, slot, to);
@@ -112,11 +113,11 @@ void split_buckets(const TableView& table, uint32_t unsplit, int threads) {
         split_bucket(after, range.begin + static_cast<uint32_t>(i));
       }
     });
-    // Ids of the last bucket may be astray in the bucket after it.
+    // Ids of the last bucket may be misplaced in the bucket after it.
     const int64_t split = int64_t{2} * range.end;
-    settle(after, int64_t{2} * range.begin, split, threads);
-    if (split < table.num_buckets) settle(after, split, split + 1, threads);
-    if (split == table.num_buckets && range.begin > 0) settle(after, 0, 1, threads);
+    move_misplaced(after, int64_t{2} * range.begin, split, threads);
+    if (split < table.num_buckets) move_misplaced(after, split, split + 1, threads);
+    if (split == table.num_buckets && range.begin > 0) move_misplaced(after, 0, 1, threads);
     if (range.begin == unsplit) break;
   }
 }

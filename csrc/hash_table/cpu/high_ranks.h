@@ -9,11 +9,11 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// As ShortRanks, but for counts up to kMost, whose logarithms are computed. Higher counts rank as
-// some count between kMost and kHighest.
+// As ShortRanks, but for counts up to kMax, whose logarithms are computed. Higher counts rank as
+// some count between kMax and kHighest.
 class HighRanks {
  public:
-  static constexpr uint32_t kMost = (CountedSteps::kLongHigh << CountedSteps::kCountBits) - 1;
+  static constexpr uint32_t kMax = (CountedSteps::kLongHigh << CountedSteps::kCountBits) - 1;
   static constexpr uint32_t kHighest = (1u << 23) - 1;
   // Logarithms are shifted by this. The upper 32 bits of the product with half_life() are what a
   // rank has above the step.
@@ -43,7 +43,7 @@ class HighRanks {
  private:
   static constexpr uint64_t kLogEnd = uint64_t{23} << kFractionBits;  // above that of kHighest
   static_assert(kLogEnd << kLogShift < uint64_t{1} << 32);
-  static_assert((kMostHalfLife * kLogEnd >> 2 * kFractionBits) + (1u << 23) < INT32_MAX);
+  static_assert((kMaxHalfLife * kLogEnd >> 2 * kFractionBits) + (1u << 23) < INT32_MAX);
 
   uint32_t half_life_ = 0;
   int bits_ = 0;

@@ -13,8 +13,8 @@ namespace torchrec_hkv::hash_table::cpu {
 // at the first query, by any thread, because most calls refuse nothing.
 class HighestGiven {
  public:
-  HighestGiven(const Batch& batch, const Visit& visit, const int64_t* slots)
-      : batch_(batch), visit_(visit), slots_(slots) {}
+  HighestGiven(const Batch& batch, const CallContext& context, const int64_t* slots)
+      : batch_(batch), context_(context), slots_(slots) {}
 
   uint64_t of(int32_t table, int64_t id) {
     std::call_once(built_, [this] {
@@ -24,7 +24,7 @@ class HighestGiven {
         for (int64_t at = batch_.feature_start(feature); at < end; ++at) {
           if (slots_[at] == kSkipped) continue;
           uint64_t& highest = highest_of[batch_.ids[at]];
-          if (visit_.given(at) > highest) highest = visit_.given(at);
+          if (context_.given(at) > highest) highest = context_.given(at);
         }
       }
     });
@@ -33,7 +33,7 @@ class HighestGiven {
 
  private:
   const Batch& batch_;
-  const Visit& visit_;
+  const CallContext& context_;
   const int64_t* slots_;
   std::once_flag built_;
   std::unordered_map<int32_t, std::unordered_map<int64_t, uint64_t>> highest_;

@@ -11,7 +11,7 @@
 #include "hash_table/cpu/find.h"
 #include "hash_table/cpu/highest_given.h"
 #include "hash_table/cpu/miniatures.h"
-#include "hash_table/cpu/missing.h"
+#include "hash_table/cpu/missing_ids.h"
 #include "hash_table/cpu/new_rows.h"
 #include "hash_table/cpu/place.h"
 #include "hash_table/cpu/row_matrix.h"
@@ -21,7 +21,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-struct Place {
+struct SlotChoice {
   int64_t slot;  // kNoSlot: none
   bool evicts;
   bool outranked;  // the score is too low for any slot
@@ -40,12 +40,12 @@ void place_new(const TableView& table, int64_t id, const BucketChoice& choice, i
   set_step_and_score(table, slot, step, keeps_scores(table.eviction) ? &score : nullptr);
 }
 
-// The leaver of a missing id: the entry that it replaced, or the id itself.
-struct Leaver {
+// What a missing id evicted: the entry that it replaced, or the id itself.
+struct EvictedEntry {
   int64_t id;
   uint64_t score;
   int32_t table;
-  bool left;          // false: nothing left
+  bool is_valid;      // false: nothing left
   const char* row;    // of an entry, in its table; null: the id itself was refused
   uint32_t position;  // of the missing id
 };
@@ -53,26 +53,27 @@ struct Leaver {
 // What the placement of an id reads of its two buckets.
 enum class Reach { kFirst, kSecond, kRanks };
 
-struct Counts {
+struct InsertCounts {
   uint64_t inserted = 0, evicted = 0, refused = 0, crowded = 0;
 };
 
 // Places missing ids as one thread would in the order of the batch. Threads take groups in that
 // order, and an id waits for the last id of an earlier group that may look at its buckets. Ids of
 // the first unfinished group wait for none, so there is always progress.
-class Placing {
+class MissingIdPlacer {
  public:
-  Placing(const TableView* tables, const Batch& batch, const Visit& visit,
-          const Placement& placement, const MissingIds& missing, int64_t* slots, Leaver* leavers)
+  MissingIdPlacer(const TableView* tables, const Batch& batch, const CallContext& context,
+                  const Placement& placement, const MissingIds& missing, int64_t* slots,
+                  EvictedEntry* evicted)
       : tables_(tables),
         batch_(batch),
-        visit_(visit),
+        context_(context),
         placement_(placement),
         missing_(missing),
         slots_(slots),
-        leavers_(leavers),
-        highest_(batch, visit, slots),
-        victims_(tables, batch, missing.size(), visit.pinned_from()),
+        evicted_(evicted),
+        highest_(batch, context, slots),
+        victims_(tables, batch, missing.size(), context.pinned_from()),
         finished_(missing.groups()) {}
 
   void run(int threads) {
@@ -83,12 +84,12 @@ class Placing {
  private:
   void work() {
     const int64_t groups = missing_.groups();
-    std::vector<Counts> counts(1);
+    std::vector<InsertCounts> counts(1);
     int64_t finished = 0;  // finished groups from the first on
     Reach reach = Reach::kFirst;
     int64_t group = next_.fetch_add(1, std::memory_order_relaxed);
     if (group < groups) {
-      for (const Missing* it = missing_.begin(group); it != missing_.end(group); ++it) {
+      for (const MissingId* it = missing_.begin(group); it != missing_.end(group); ++it) {
         prefetch_buckets(*it, reach);
       }
     }
@@ -120,9 +121,9 @@ class Placing {
   // Places a group and prefetches the next group's buckets, one id at a time, because processors
   // drop prefetches that come in bursts. Returns the farthest reach of its ids.
   Reach insert_group(int64_t group, int64_t following, uint32_t known, Reach reach,
-                     std::vector<Counts>& counts) {
+                     std::vector<InsertCounts>& counts) {
     constexpr int64_t kAhead = 6;
-    Missing* const first = missing_.begin(group);
+    MissingId* const first = missing_.begin(group);
     const int64_t n = missing_.end(group) - first;
     const bool more = following < missing_.groups();
     const int64_t next = more ? missing_.end(following) - missing_.begin(following) : 0;
@@ -134,19 +135,19 @@ class Placing {
       if (i < n) {
         wait_for(first[i].after_first, known);
         wait_for(first[i].after_second, known);
-        const Victim victim = look_ahead(first[i], farthest);
+        const Victim victim = prefetch_slot(first[i], farthest);
         seen[i] = victim.slot;
         ranks[i] = victim.rank.score;
       }
       if (i < kAhead) continue;
-      Missing& it = first[i - kAhead];
+      MissingId& it = first[i - kAhead];
       insert_missing(it, seen[i - kAhead], ranks[i - kAhead], counts);
       std::atomic_ref<bool>(it.done).store(true, std::memory_order_release);
     }
     return farthest;
   }
 
-  void prefetch_buckets(const Missing& it, Reach reach) const {
+  void prefetch_buckets(const MissingId& it, Reach reach) const {
     const TableView& table = tables_[it.table];
     prefetch_line(table, it.choice.first);
     if (reach == Reach::kFirst) return;
@@ -157,7 +158,7 @@ class Placing {
 
   // Prefetches the slot that an id is likely to get. Returns it if another id has it; otherwise no
   // slot.
-  Victim look_ahead(const Missing& it, Reach& farthest) {
+  Victim prefetch_slot(const MissingId& it, Reach& farthest) {
     const TableView& table = tables_[it.table];
     const uint64_t free_first = free_positions(table, it.choice.first);
     const int64_t free = free_slot(table, it.choice, free_first);
@@ -169,199 +170,201 @@ class Placing {
     const int64_t slot = free != kNoSlot ? free : victim.slot;
     if (slot != kNoSlot) {
       __builtin_prefetch(&table.ids[slot], 1);
-      for_touched(table, slot, [](const void* place) { __builtin_prefetch(place, 1); });
+      for_touched(table, slot, [](const void* choice) { __builtin_prefetch(choice, 1); });
     }
     return victim;
   }
 
-  void insert_missing(Missing& it, int64_t seen, uint64_t rank, std::vector<Counts>& counts) {
+  void insert_missing(MissingId& it, int64_t seen, uint64_t rank,
+                      std::vector<InsertCounts>& counts) {
     const TableView& table = tables_[it.table];
     if (counts.size() <= static_cast<size_t>(it.table)) counts.resize(it.table + 1);
-    Counts& counted = counts[it.table];
+    InsertCounts& counted = counts[it.table];
     const int64_t id = batch_.ids[it.position];
-    const uint64_t given = visit_.given(it.position);
+    const uint64_t given = context_.given(it.position);
     // An earlier position of this batch may have placed the id.
     const uint64_t free_first = free_positions(table, it.choice.first);
     int64_t slot = takes_first(table, free_first)
                        ? find_in_bucket(table, id, it.choice.first, it.choice.digest)
                        : find_slot(table, id, it.choice);
     if (slot != kNoSlot) {
-      touch(table, slot, visit_, given);
+      touch(table, slot, context_, given);
     } else {
-      const uint64_t score = first_score(table.eviction, visit_.now(), visit_.epoch(), given);
-      Place place = choose_place(it, score, free_first, seen, rank);
-      if (place.outranked && visit_.scores != nullptr) {
-        const uint64_t best =
-            first_score(table.eviction, visit_.now(), visit_.epoch(), highest_.of(it.table, id));
-        place = choose_place(it, best, free_first, seen, rank);
+      const uint64_t score = first_score(table.eviction, context_.now(), context_.epoch(), given);
+      SlotChoice choice = choose_place(it, score, free_first, seen, rank);
+      if (choice.outranked && context_.scores != nullptr) {
+        const uint64_t best = first_score(table.eviction, context_.now(), context_.epoch(),
+                                          highest_.of(it.table, id));
+        choice = choose_place(it, best, free_first, seen, rank);
       }
-      if (place.slot == kNoSlot) {
+      if (choice.slot == kNoSlot) {
         ++counted.refused;
-        counted.crowded += !place.outranked;
-        if (leavers_ != nullptr) note_leaver(it, id, score, nullptr);
+        counted.crowded += !choice.outranked;
+        if (evicted_ != nullptr) record_evicted(it, id, score, nullptr);
         return;
       }
-      slot = place.slot;
-      if (place.evicts) {
-        if (leavers_ != nullptr) {
-          note_leaver(it, table.ids[slot], score_of(table, slot), table.row(slot));
+      slot = choice.slot;
+      if (choice.evicts) {
+        if (evicted_ != nullptr) {
+          record_evicted(it, table.ids[slot], score_of(table, slot), table.row(slot));
         }
-        victims_.leaves(it.table, slot);
+        victims_.remove(it.table, slot);
       }
-      place_new(table, id, it.choice, slot, visit_.now(), score);
+      place_new(table, id, it.choice, slot, context_.now(), score);
       it.placed = true;
       ++counted.inserted;
-      counted.evicted += place.evicts;
+      counted.evicted += choice.evicts;
     }
     slots_[it.position] = table.first_slot + slot;
   }
 
-  // seen, rank: the victim that look_ahead found, or no slot. Entries touched since then are
+  // seen, rank: the victim that prefetch_slot found, or no slot. Entries touched since then are
   // pinned, so it is still the victim unless it is pinned.
-  Place choose_place(const Missing& it, uint64_t own_score, uint64_t free_first, int64_t seen,
-                     uint64_t rank) {
+  SlotChoice choose_place(const MissingId& it, uint64_t new_score, uint64_t free_first,
+                          int64_t seen, uint64_t rank) {
     const TableView& table = tables_[it.table];
     const int64_t free = free_slot(table, it.choice, free_first);
-    if (free != kNoSlot) return Place{free, false, false};
-    if (seen == kNoSlot || step_of(table, seen) >= visit_.pinned_from()) {
+    if (free != kNoSlot) return SlotChoice{free, false, false};
+    if (seen == kNoSlot || step_of(table, seen) >= context_.pinned_from()) {
       const Victim victim = victims_.lowest(it.table, it.choice);
       seen = victim.slot;
       rank = victim.rank.score;
     }
     const bool outranked = seen != kNoSlot && is_outranked(table, placement_.refuse_lower,
-                                                           own_score, visit_.now(), rank);
-    return Place{outranked ? kNoSlot : seen, true, outranked};
+                                                           new_score, context_.now(), rank);
+    return SlotChoice{outranked ? kNoSlot : seen, true, outranked};
   }
 
-  void note_leaver(const Missing& it, int64_t id, uint64_t score, const char* row) const {
-    leavers_[&it - missing_.begin()] = Leaver{id, score, it.table, true, row, it.position};
+  void record_evicted(const MissingId& it, int64_t id, uint64_t score, const char* row) const {
+    evicted_[&it - missing_.begin()] = EvictedEntry{id, score, it.table, true, row, it.position};
   }
 
   const TableView* tables_;
   const Batch& batch_;
-  const Visit& visit_;
+  const CallContext& context_;
   const Placement& placement_;
   const MissingIds& missing_;
   int64_t* slots_;
-  Leaver* leavers_;  // by missing id; null: not wanted
+  EvictedEntry* evicted_;  // by missing id; null: not wanted
   HighestGiven highest_;
   Victims victims_;
   std::vector<std::atomic<bool>> finished_;  // by group
   std::atomic<int64_t> next_{0};
 };
 
-// If Placement::believed is given: touches ids that are there as believed, and skips ids for which
-// the belief is wrong.
-void find_and_choose(const TableView* tables, const Batch& batch, const Visit& visit,
-                     const bool* believed, int64_t* slots, bool* found, int threads) {
+// If Placement::expected_present is given: touches ids that are there as expected, and skips ids
+// for which that is wrong.
+void find_expected(const TableView* tables, const Batch& batch, const CallContext& context,
+                   const bool* expected_present, int64_t* slots, bool* found, int threads) {
   find(tables, batch, slots, threads);
   for (int64_t at = 0; at < batch.num_ids; ++at) {
     const TableView& table = tables[batch.feature_tables[batch.feature_of(at)]];
-    const bool there = slots[at] != kNoSlot;
-    if (found != nullptr) found[at] = there;
-    if (there != believed[at]) {
+    const bool present = slots[at] != kNoSlot;
+    if (found != nullptr) found[at] = present;
+    if (present != expected_present[at]) {
       slots[at] = kSkipped;
       continue;
     }
     count(table, kLookups, 1);
-    count(table, kMisses, !there);
-    if (there) touch(table, slots[at] - table.first_slot, visit, visit.given(at));
+    count(table, kMisses, !present);
+    if (present) touch(table, slots[at] - table.first_slot, context, context.given(at));
   }
 }
 
-// Returns the leavers, in the order of the batch.
-void write_leavers(const TableView* tables, const std::vector<Leaver>& all,
+// Returns evicted and refused entries, in the order of the batch.
+void write_evicted(const TableView* tables, const std::vector<EvictedEntry>& all,
                    const Placement& placement, int threads) {
-  std::vector<Leaver> gone;
-  std::copy_if(all.begin(), all.end(), std::back_inserter(gone),
-               [](const Leaver& leaver) { return leaver.left; });
-  const Leavers& out = placement.leavers;
+  std::vector<EvictedEntry> entries;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(entries),
+               [](const EvictedEntry& entry) { return entry.is_valid; });
+  const EvictedEntries& out = placement.evicted_entries;
   const RowMatrix& given = placement.given_rows;
   const uint64_t first = *out.number;
-  parallel_for(static_cast<int64_t>(gone.size()), 256, threads, [&](int64_t begin, int64_t end) {
+  parallel_for(static_cast<int64_t>(entries.size()), 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Leaver& leaver = gone[i];
-      const RowStore& rows = tables[leaver.table].rows;
-      out.ids[first + i] = leaver.id;
-      out.scores[first + i] = leaver.score;
-      if (out.tables != nullptr) out.tables[first + i] = leaver.table;
-      const char* const row = leaver.row != nullptr ? leaver.row : given.at(leaver.position);
-      const RowType type = leaver.row != nullptr ? rows.type : given.type;
+      const EvictedEntry& entry = entries[i];
+      const RowStore& rows = tables[entry.table].rows;
+      out.ids[first + i] = entry.id;
+      out.scores[first + i] = entry.score;
+      if (out.tables != nullptr) out.tables[first + i] = entry.table;
+      const char* const row = entry.row != nullptr ? entry.row : given.at(entry.position);
+      const RowType type = entry.row != nullptr ? rows.type : given.type;
       copy_to_matrix(out.rows, static_cast<int64_t>(first) + i, type, row, rows.width);
     }
   });
-  *out.number = first + gone.size();
+  *out.number = first + entries.size();
 }
 
 // Counts the placed ids that their table remembers as evicted, and restores half of their counts if
 // it remembers these. Then remembers the ids that this call has evicted. The order of the batch
 // decides, not the number of threads.
-void remember_evicted(const TableView* tables, const Batch& batch, const Visit& visit,
+void remember_evicted(const TableView* tables, const Batch& batch, const CallContext& context,
                       const MissingIds& missing, const int64_t* slots,
-                      const std::vector<Leaver>& leavers) {
-  for (const Missing* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
+                      const std::vector<EvictedEntry>& replaced) {
+  for (const MissingId* it = missing.begin(); it != missing.begin() + missing.size(); ++it) {
     const TableView& table = tables[it->table];
-    const EvictedMemory& evicted = table.evicted;
-    if (!it->placed || evicted.marks == nullptr) continue;
-    const EvictedMemory::Place place = evicted.place_of(batch.ids[it->position]);
-    const bool returns = evicted.marks[place.entry] == place.mark;
+    const EvictedMemory& memory = table.evicted;
+    if (!it->placed || memory.marks == nullptr) continue;
+    const EvictedMemory::MarkPosition mark = memory.mark_position(batch.ids[it->position]);
+    const bool returns = memory.marks[mark.entry] == mark.mark;
     count(table, kReturned, returns);
-    if (!returns || evicted.halves == nullptr) continue;
+    if (!returns || memory.half_counts == nullptr) continue;
     const int64_t slot = slots[it->position] - table.first_slot;
     set_score(table, slot,
-              next_score(table.eviction, score_of(table, slot), visit.now(), visit.epoch(),
-                         evicted.halves[place.entry]));
+              next_score(table.eviction, score_of(table, slot), context.now(), context.epoch(),
+                         memory.half_counts[mark.entry]));
   }
   for (int64_t i = 0; i < missing.size(); ++i) {
-    const Missing& it = missing.begin()[i];
-    const EvictedMemory& evicted = tables[it.table].evicted;
-    if (!it.placed || !leavers[i].left || evicted.marks == nullptr) continue;
-    const EvictedMemory::Place place = evicted.place_of(leavers[i].id);
-    evicted.marks[place.entry] = place.mark;
-    if (evicted.halves == nullptr) continue;
-    evicted.halves[place.entry] =
-        EvictedMemory::half_of(tables[it.table].eviction, leavers[i].score);
+    const MissingId& it = missing.begin()[i];
+    const EvictedMemory& memory = tables[it.table].evicted;
+    if (!it.placed || !replaced[i].is_valid || memory.marks == nullptr) continue;
+    const EvictedMemory::MarkPosition mark = memory.mark_position(replaced[i].id);
+    memory.marks[mark.entry] = mark.mark;
+    if (memory.half_counts == nullptr) continue;
+    memory.half_counts[mark.entry] =
+        EvictedMemory::half_count_of(tables[it.table].eviction, replaced[i].score);
   }
 }
 
 // Admits ids that a find missed, places them and gives them rows.
-void insert_all_missing(const TableView* tables, const Batch& batch, const Visit& visit,
+void insert_all_missing(const TableView* tables, const Batch& batch, const CallContext& context,
                         const Placement& placement, int64_t* slots, int threads) {
   if (placement.admissions != nullptr) {
-    admit(tables, batch, visit, *placement.admissions, slots, threads);
+    admit(tables, batch, context, *placement.admissions, slots, threads);
   }
   const MissingIds missing(tables, batch, slots, threads);
-  const bool wanted = placement.leavers.number != nullptr;
+  const bool wanted = placement.evicted_entries.number != nullptr;
   const bool noted = wanted || placement.remembers;
-  std::vector<Leaver> leavers(noted ? missing.size() : 0, Leaver{});
-  Placing(tables, batch, visit, placement, missing, slots, noted ? leavers.data() : nullptr)
+  std::vector<EvictedEntry> evicted(noted ? missing.size() : 0, EvictedEntry{});
+  MissingIdPlacer(tables, batch, context, placement, missing, slots,
+                  noted ? evicted.data() : nullptr)
       .run(threads);
-  if (placement.remembers) remember_evicted(tables, batch, visit, missing, slots, leavers);
-  // Before new rows overwrite those of the leavers.
+  if (placement.remembers) remember_evicted(tables, batch, context, missing, slots, evicted);
+  // Before new rows overwrite those of evicted entries.
   if (wanted && missing.size() > 0) {
-    write_leavers(tables, leavers, placement, threads);
+    write_evicted(tables, evicted, placement, threads);
   }
-  start_rows(tables, batch, missing, slots, placement.rows != NewRows::kUntouched, threads);
+  initialize_rows(tables, batch, missing, slots, placement.rows != NewRows::kUntouched, threads);
   if (placement.admissions != nullptr) {
-    finish_admission(tables, batch, visit, placement, slots, threads);
+    finish_admission(tables, batch, context, placement, slots, threads);
   }
 }
 
 }  // namespace
 
-void find_or_insert(const TableView* tables, const Batch& batch, const Visit& visit,
+void find_or_insert(const TableView* tables, const Batch& batch, const CallContext& context,
                     const Aging& aging, const Placement& placement, int64_t* slots, bool* found,
                     int threads) {
-  age(tables, aging, visit, threads);
-  if (aging.ages_counts && batch.num_ids > 0) begin_aged_call(tables, aging.num_tables, visit);
-  bool all_there = false;
-  if (placement.believed == nullptr) {
-    all_there = find_and_touch(tables, batch, visit, slots, found, threads) == 0;
+  age(tables, aging, context, threads);
+  if (aging.ages_counts && batch.num_ids > 0) begin_aged_call(tables, aging.num_tables, context);
+  bool all_found = false;
+  if (placement.expected_present == nullptr) {
+    all_found = find_and_touch(tables, batch, context, slots, found, threads) == 0;
   } else {
-    find_and_choose(tables, batch, visit, placement.believed, slots, found, threads);
+    find_expected(tables, batch, context, placement.expected_present, slots, found, threads);
   }
-  if (!all_there) insert_all_missing(tables, batch, visit, placement, slots, threads);
-  if (placement.simulates) simulate(tables, batch, visit, threads);
+  if (!all_found) insert_all_missing(tables, batch, context, placement, slots, threads);
+  if (placement.simulates) simulate(tables, batch, context, threads);
 }
 
 int64_t rebuild_digests(const int64_t* ids, const uint8_t* occupied, uint32_t num_buckets,

@@ -15,20 +15,20 @@ namespace torchrec_hkv::hash_table::cpu {
 struct LongRow {
   int32_t table;
   int64_t slot;  // in the table
-  std::vector<int64_t> places;
+  std::vector<int64_t> offsets;
   std::vector<float> scales;  // empty: no scales
 
   RowGradients gradients(const char* data) const {
-    return {data, places.data(), scales.empty() ? nullptr : scales.data(),
-            static_cast<int64_t>(places.size())};
+    return {data, offsets.data(), scales.empty() ? nullptr : scales.data(),
+            static_cast<int64_t>(offsets.size())};
   }
 };
 
 // Whether a row of `dim` columns with n gradients is summed by all threads.
 inline bool is_long(int64_t n, int32_t dim, int threads) {
   // One thread takes about 100 us for these, much longer than the start of a parallel loop.
-  constexpr int64_t kLeast = int64_t{1} << 19;
-  return threads > 1 && n * (dim + 32) >= kLeast;
+  constexpr int64_t kMin = int64_t{1} << 19;
+  return threads > 1 && n * (dim + 32) >= kMin;
 }
 
 // The sums of the pieces of one row.

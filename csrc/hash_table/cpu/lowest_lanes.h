@@ -21,7 +21,7 @@ inline __m256i load_eight(const uint32_t* from) {
 }
 
 // Sets all bits of the lanes that are not below a bound.
-inline __m256i not_below(__m256i lanes, __m256i bound) {
+inline __m256i greater_equal(__m256i lanes, __m256i bound) {
   return _mm256_cmpeq_epi32(_mm256_max_epu32(lanes, bound), lanes);
 }
 
@@ -78,9 +78,9 @@ template <typename Numbers>
   alignas(32) uint32_t all[kBucketDigests];
   __m256i lows = eight_of(UINT32_MAX);
   const auto visit = [&](int32_t p) {
-    const __m256i its = numbers(p);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all + p), its);
-    lows = _mm256_min_epu32(lows, its);
+    const __m256i lanes_of_slots = numbers(p);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all + p), lanes_of_slots);
+    lows = _mm256_min_epu32(lows, lanes_of_slots);
   };
   int32_t p = 0;
   for (; p + kNumberLanes <= n; p += kNumberLanes) visit(p);
@@ -94,17 +94,17 @@ template <typename Numbers>
   return LowestNumber{positions, number};
 }
 
-// ShortRanks of counts up to kMost, one per lane; higher counts rank as kMost.
+// ShortRanks of counts up to kMax, one per lane; higher counts rank as kMax.
 class ShortRankLanes {
  public:
-  static constexpr uint32_t kMost = kNumberLanes - 1;
-  static_assert(kMost <= ShortRanks::kMost);
+  static constexpr uint32_t kMax = kNumberLanes - 1;
+  static_assert(kMax <= ShortRanks::kMax);
 
   explicit ShortRankLanes(const ShortRanks& ranks)
       : worths_(load_eight(ranks.worths())), bits_(_mm_cvtsi32_si128(ranks.bits())) {}
 
   __m256i of(__m256i count, __m256i step) const {
-    count = _mm256_min_epu32(count, eight_of(kMost));
+    count = _mm256_min_epu32(count, eight_of(kMax));
     return _mm256_add_epi32(_mm256_sll_epi32(step, bits_),
                             _mm256_permutevar8x32_epi32(worths_, count));
   }
@@ -130,10 +130,10 @@ class HighRankLanes {
     // As log2_of_fraction: upper halves of products of 16 bits.
     const __m256i f = _mm256_and_si256(log, eight_of(0xffff));
     const __m256i arc = _mm256_mulhi_epu16(f, _mm256_sub_epi32(_mm256_setzero_si256(), f));
-    __m256i bent = _mm256_add_epi32(log, _mm256_mulhi_epu16(arc, eight_of(kBend)));
-    bent = _mm256_slli_epi32(bent, HighRanks::kLogShift);
-    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(bent, half_life_), 32);
-    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(bent, 32), half_life_);
+    __m256i log_approx = _mm256_add_epi32(log, _mm256_mulhi_epu16(arc, eight_of(kBend)));
+    log_approx = _mm256_slli_epi32(log_approx, HighRanks::kLogShift);
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(log_approx, half_life_), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(log_approx, 32), half_life_);
     const __m256i worth = _mm256_blend_epi32(even, odd, 0xaa);
     return _mm256_add_epi32(_mm256_sll_epi32(step, bits_), worth);
   }

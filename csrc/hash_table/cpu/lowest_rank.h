@@ -15,7 +15,7 @@ namespace torchrec_hkv::hash_table::cpu {
 // What a call needs to rank the entries of a table: computed once.
 struct TableRanks {
   TableRanks(const TableView& table, uint32_t first_pinned) : pinned_from(first_pinned) {
-    if (table.counted.kept()) {
+    if (table.counted.enabled()) {
       words = WordRanks(table.ranking(), table.counted.begin(), pinned_from);
     }
   }
@@ -25,10 +25,10 @@ struct TableRanks {
 };
 
 // The slots of the lowest rank in a full bucket, without pinned slots.
-inline Lowest lowest_rank_in(const TableView& table, const TableRanks& ranks, uint32_t bucket) {
+inline LowestRank lowest_rank_in(const TableView& table, const TableRanks& ranks, uint32_t bucket) {
   const int64_t base = first_slot_of(table, bucket);
   const int32_t n = table.bucket_slots;
-  if (table.counted.kept()) return lowest_counted(ranks.words, table.counted, base, n);
+  if (table.counted.enabled()) return lowest_counted(ranks.words, table.counted, base, n);
   const uint32_t* const steps = table.last_steps + base;
   if (table.scores == nullptr) return oldest_of(steps, n, ranks.pinned_from);
   return lowest_score<false>(Ranking{}, table.scores + base, steps, n, ranks.pinned_from);
@@ -54,7 +54,8 @@ inline Victim lowest_rank(const TableView& table, const TableRanks& ranks,
 
 inline void prefetch_ranks(const TableView& table, const TableRanks& ranks, uint32_t bucket) {
   const int64_t base = first_slot_of(table, bucket);
-  const uint32_t* const steps = table.counted.kept() ? table.counted.words : table.last_steps.get();
+  const uint32_t* const steps =
+      table.counted.enabled() ? table.counted.words : table.last_steps.get();
   prefetch_bytes(&steps[base], table.bucket_slots * sizeof(uint32_t));
   if (ranks.words.needs_high()) {
     prefetch_bytes(&table.counted.window->high[base], table.bucket_slots * sizeof(uint16_t));

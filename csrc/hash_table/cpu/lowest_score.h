@@ -18,7 +18,7 @@ struct Victim {
 };
 
 // The slots of a bucket's lowest rank.
-struct Lowest {
+struct LowestRank {
   uint64_t positions;  // one bit each; 0: all are pinned
   Rank rank;
 
@@ -27,7 +27,7 @@ struct Lowest {
   }
 };
 
-constexpr Lowest kAllPinned{0, {UINT64_MAX, UINT32_MAX}};
+constexpr LowestRank kAllPinned{0, {UINT64_MAX, UINT32_MAX}};
 
 // Last steps of eight slots, as a vector of GCC and Clang. A comparison sets all bits of a lane if
 // its condition holds.
@@ -65,24 +65,24 @@ inline uint32_t lowest_step(const uint32_t* steps, int32_t n) {
 }
 
 // The unpinned slots of the lowest step, if scores are steps.
-inline Lowest oldest_of(const uint32_t* steps, int32_t n, uint32_t pinned_from) {
+inline LowestRank oldest_of(const uint32_t* steps, int32_t n, uint32_t pinned_from) {
   const uint32_t step = lowest_step(steps, n);
   if (step >= pinned_from) return kAllPinned;
-  return Lowest{match_steps(steps, n, step), {step, step}};
+  return LowestRank{match_steps(steps, n, step), {step, step}};
 }
 
 // The lowest rank of n slots without the pinned ones, and the slots with this rank and, among
 // these, the lowest step. No branch depends on a rank, because ranks are unpredictable.
 template <bool kAged, typename Score>
-Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t* steps, int32_t n,
-                    uint32_t pinned_from) {
+LowestRank lowest_score(const Ranking& ranking, const Score* scores, const uint32_t* steps,
+                        int32_t n, uint32_t pinned_from) {
 #ifdef HKV_AVX512
   if (has_avx512()) {
     uint64_t rank;
     uint32_t step;
     const uint64_t positions =
         lowest_score_avx512<kAged>(ranking, scores, steps, n, pinned_from, &rank, &step);
-    return positions == 0 ? kAllPinned : Lowest{positions, {rank, step}};
+    return positions == 0 ? kAllPinned : LowestRank{positions, {rank, step}};
   }
 #endif
   // Pinned slots get the highest value.
@@ -93,11 +93,11 @@ Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t*
   const RankLanes lanes(ranking);
   // Comparisons are signed: flipping the highest bit gives the unsigned order.
   const __m256i sign = RankLanes::all(uint64_t{1} << 63);
-  const __m256i last_free = _mm256_set1_epi64x(int64_t{pinned_from} - 1);
+  const __m256i last_unpinned = _mm256_set1_epi64x(int64_t{pinned_from} - 1);
   __m256i lows = RankLanes::all(~uint64_t{0} >> 1);
   for (; p + 4 <= n; p += 4) {
     const __m256i step = widen_four(steps + p), score = widen_four(scores + p);
-    const __m256i pinned = _mm256_cmpgt_epi64(step, last_free);
+    const __m256i pinned = _mm256_cmpgt_epi64(step, last_unpinned);
     const __m256i rank = _mm256_or_si256(kAged ? lanes.of(score, step) : score, pinned);
     _mm256_store_si256(reinterpret_cast<__m256i*>(ranks + p), rank);
     const __m256i ordered = _mm256_xor_si256(rank, sign);
@@ -128,12 +128,12 @@ Lowest lowest_score(const Ranking& ranking, const Score* scores, const uint32_t*
   for (; p < n; ++p) positions |= static_cast<uint64_t>(ranks[p] == low) << p;
   if (positions == 0) return kAllPinned;
   if ((positions & (positions - 1)) == 0) {
-    return Lowest{positions, {low, steps[__builtin_ctzll(positions)]}};
+    return LowestRank{positions, {low, steps[__builtin_ctzll(positions)]}};
   }
   uint32_t others[kBucketDigests];
   for (p = 0; p < n; ++p) others[p] = ranks[p] == low ? steps[p] : UINT32_MAX;
   const uint32_t step = lowest_step(others, n);
-  return Lowest{match_steps(others, n, step), {low, step}};
+  return LowestRank{match_steps(others, n, step), {low, step}};
 }
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -43,7 +43,7 @@ class MiniatureSet {
   void place_missing(const SampledId& it) {
     if (const uint64_t at = match_steps(tags_, ways_, it.tag); at != 0) {
       const int p = __builtin_ctzll(at);
-      if (fresh_ >> p & 1) count(p, it.given);
+      if (inserted_ >> p & 1) count(p, it.given);
       return;
     }
     int p = -1;
@@ -52,13 +52,13 @@ class MiniatureSet {
     } else if ((p = lowest()) >= 0) {
       ++evicted;
     } else {
-      p = fresh_with_higher_tag(it.tag);
+      p = inserted_with_higher_tag(it.tag);
     }
     if (p < 0) return;
     tags_[p] = it.tag;
     counts_[p] = it.given;
     last_steps_[p] = now_;
-    fresh_ |= uint64_t{1} << p;
+    inserted_ |= uint64_t{1} << p;
   }
 
   uint64_t hits = 0, evicted = 0;
@@ -72,33 +72,33 @@ class MiniatureSet {
 
   // The entry that a new id replaces, or -1.
   int lowest() const {
-    const Lowest lowest = ranking_.half_life == 0 ? oldest() : lowest_ranked();
+    const LowestRank lowest = ranking_.half_life == 0 ? oldest() : lowest_ranked();
     if (lowest.rank.score > ranking_.replaced_by_new(1, now_)) return -1;
     int best = -1;
-    for (uint64_t left = lowest.positions; left != 0; left &= left - 1) {
-      const int p = __builtin_ctzll(left);
+    for (uint64_t remaining = lowest.positions; remaining != 0; remaining &= remaining - 1) {
+      const int p = __builtin_ctzll(remaining);
       if (best < 0 || tags_[p] < tags_[best]) best = p;
     }
     return best;
   }
 
-  Lowest lowest_ranked() const {
+  LowestRank lowest_ranked() const {
     return lowest_aged(ranking_, short_ranks_, counts_, last_steps_, ways_, now_);
   }
 
   // As lowest_ranked, for a half-life of 0, with which counts do not matter.
-  Lowest oldest() const {
+  LowestRank oldest() const {
     const uint32_t step = lowest_step(last_steps_, ways_);
     if (step >= now_) return kAllPinned;
-    return Lowest{match_steps(last_steps_, ways_, step), {ranking_.of(1, step), step}};
+    return LowestRank{match_steps(last_steps_, ways_, step), {ranking_.of(1, step), step}};
   }
 
   // The entry with the highest tag of those that this call inserted, if that is above `tag`; else
   // -1.
-  int fresh_with_higher_tag(uint32_t tag) const {
+  int inserted_with_higher_tag(uint32_t tag) const {
     int highest = -1;
-    for (uint64_t left = fresh_; left != 0; left &= left - 1) {
-      const int p = __builtin_ctzll(left);
+    for (uint64_t remaining = inserted_; remaining != 0; remaining &= remaining - 1) {
+      const int p = __builtin_ctzll(remaining);
       if (tags_[p] > (highest < 0 ? tag : tags_[highest])) highest = p;
     }
     return highest;
@@ -111,13 +111,13 @@ class MiniatureSet {
   const Ranking& ranking_;
   const ShortRanks& short_ranks_;
   const uint32_t now_;
-  uint64_t fresh_ = 0;  // entries that this call inserted
+  uint64_t inserted_ = 0;  // entries that this call inserted
 };
 
 constexpr int64_t kHashed = 8;  // ids at a time
 
 #ifdef HKV_AVX512
-HKV_AVX512 uint32_t sampled_of_eight_wide(const Miniatures& miniatures, const int64_t* ids) {
+HKV_AVX512 uint32_t sampled_of_eight_avx512(const Miniatures& miniatures, const int64_t* ids) {
   WideLanes hashes;
   std::memcpy(&hashes, ids, sizeof(hashes));
   hashes ^= kMiniatureSeed;
@@ -131,7 +131,7 @@ HKV_AVX512 uint32_t sampled_of_eight_wide(const Miniatures& miniatures, const in
 // Bit i: whether ids[i] is in the sample.
 uint32_t sampled_of_eight(const Miniatures& miniatures, const int64_t* ids) {
 #ifdef HKV_AVX512
-  if (has_avx512()) return sampled_of_eight_wide(miniatures, ids);
+  if (has_avx512()) return sampled_of_eight_avx512(miniatures, ids);
 #endif
   uint32_t bits = 0;
   for (int i = 0; i < kHashed; ++i) {
@@ -140,34 +140,35 @@ uint32_t sampled_of_eight(const Miniatures& miniatures, const int64_t* ids) {
   return bits;
 }
 
-std::vector<SampledId> sample(const TableView* tables, const Batch& batch, const Visit& visit,
-                              int threads) {
+std::vector<SampledId> sample(const TableView* tables, const Batch& batch,
+                              const CallContext& context, int threads) {
   std::vector<SampledId> all;
   std::mutex mutex;
   parallel_for(batch.num_ids, 4096, threads, [&](int64_t begin, int64_t end) {
-    std::vector<SampledId> its;
+    std::vector<SampledId> sampled_here;
     for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
       const int32_t table = batch.feature_tables[feature];
       const Miniatures miniatures = tables[table].miniatures;
       int64_t at = begin;
-      if (miniatures_look_on(tables[table])) {
-        const auto look_at = [&](int64_t at) {
+      if (miniatures_enabled(tables[table])) {
+        const auto try_sample = [&](int64_t at) {
           SampledId sampled;
-          if (miniatures.sample(batch.ids[at], visit.given(at), table, &sampled)) {
-            its.push_back(sampled);
+          if (miniatures.sample(batch.ids[at], context.given(at), table, &sampled)) {
+            sampled_here.push_back(sampled);
           }
         };
         for (; at + kHashed <= stop; at += kHashed) {
-          for (uint32_t left = sampled_of_eight(miniatures, batch.ids + at); left; left &= left - 1)
-            look_at(at + __builtin_ctz(left));
+          for (uint32_t remaining = sampled_of_eight(miniatures, batch.ids + at); remaining;
+               remaining &= remaining - 1)
+            try_sample(at + __builtin_ctz(remaining));
         }
-        for (; at < stop; ++at) look_at(at);
+        for (; at < stop; ++at) try_sample(at);
       }
       begin = std::max(begin, stop);
     }
     const std::lock_guard<std::mutex> lock(mutex);
-    all.insert(all.end(), its.begin(), its.end());
+    all.insert(all.end(), sampled_here.begin(), sampled_here.end());
   });
   return all;
 }
@@ -207,9 +208,9 @@ void add(uint64_t& total, uint64_t more) {
 
 // The table of the ids of a set.
 int32_t table_of(std::span<const SampledId> ids) {
-  return static_cast<int32_t>(ids[0].where / kMostMiniatureSets);
+  return static_cast<int32_t>(ids[0].where / kMaxMiniatureSets);
 }
-uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMostMiniatureSets; }
+uint32_t set_of(std::span<const SampledId> ids) { return ids[0].where % kMaxMiniatureSets; }
 
 // Runs the miniatures of one table after the other, on one thread.
 class Simulation {
@@ -221,7 +222,7 @@ class Simulation {
 
   // Passes the ids of one set to the miniatures of their table. Meanwhile prefetches the set of the
   // following ids.
-  void show(std::span<const SampledId> ids, std::span<const SampledId> following) {
+  void process(std::span<const SampledId> ids, std::span<const SampledId> following) {
     const Miniatures& next = tables_[table_of(following)].miniatures;
     if (table_ != &tables_[table_of(ids)]) begin_table(tables_[table_of(ids)]);
     lookups_ += ids.size();
@@ -250,10 +251,10 @@ class Simulation {
 
   void finish_table() {
     if (table_ == nullptr) return;
-    MiniatureTally& tally = *table_->miniatures.tally;
-    for (int k = 0; k < kMiniatures; ++k) add(tally.hits[k], hits_[k]);
-    add(tally.lookups, lookups_);
-    add(tally.evicted, evicted_);
+    MiniatureCounters& counters = *table_->miniatures.counters;
+    for (int k = 0; k < kMiniatures; ++k) add(counters.hits[k], hits_[k]);
+    add(counters.lookups, lookups_);
+    add(counters.evicted, evicted_);
   }
 
   const TableView* const tables_;
@@ -267,14 +268,15 @@ class Simulation {
 
 }  // namespace
 
-void simulate(const TableView* tables, const Batch& batch, const Visit& visit, int threads) {
-  const std::vector<SampledId> sampled = sample(tables, batch, visit, threads);
+void simulate(const TableView* tables, const Batch& batch, const CallContext& context,
+              int threads) {
+  const std::vector<SampledId> sampled = sample(tables, batch, context, threads);
   if (sampled.empty()) return;
   const SampledSets sets(sampled);
   parallel_for(sets.size(), 2, threads, [&](int64_t begin, int64_t end) {
-    Simulation simulation(tables, visit.now());
+    Simulation simulation(tables, context.now());
     for (int64_t i = begin; i < end; ++i) {
-      simulation.show(sets[i], sets[std::min(i + 1, end - 1)]);
+      simulation.process(sets[i], sets[std::min(i + 1, end - 1)]);
     }
   });
 }

@@ -7,6 +7,6 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 // Passes the ids of a call to the miniatures of the tables.
-void simulate(const TableView* tables, const Batch& batch, const Visit& visit, int threads);
+void simulate(const TableView* tables, const Batch& batch, const CallContext& context, int threads);
 
 }  // namespace torchrec_hkv::hash_table::cpu

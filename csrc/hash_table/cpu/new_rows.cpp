@@ -18,15 +18,15 @@ namespace {
 constexpr int64_t kFitsCache = 1 << 20;
 
 // Buffer of a thread's rows before they are copied to their slots.
-class Stage {
+class StagingBuffer {
  public:
   // Returns memory for the row at `to`. The row is copied to `to` at the latest by flush().
   char* add(char* to, int64_t bytes) {
     if (used_ + bytes > kBytes) flush();
-    char* const room = buffer_ + used_;
+    char* const staged = buffer_ + used_;
     rows_[count_++] = {to, bytes};
     used_ += bytes;
-    return room;
+    return staged;
   }
 
   void flush() {
@@ -38,23 +38,23 @@ class Stage {
     used_ = count_ = 0;
   }
 
-  static bool takes(const void* to, int64_t bytes) {
+  static bool fits(const void* to, int64_t bytes) {
     return bytes <= kBytes && whole_lines(to, bytes);
   }
 
  private:
-  struct Row {
+  struct StagedRow {
     char* to;
     int64_t bytes;
   };
 
   static constexpr int64_t kBytes = 8192;  // a quarter of an L1 cache
   alignas(kLineBytes) char buffer_[kBytes];
-  Row rows_[kBytes / kLineBytes];
+  StagedRow rows_[kBytes / kLineBytes];
   int64_t used_ = 0, count_ = 0;
 };
 
-int64_t most_row_bytes(const TableView* tables, const Batch& batch) {
+int64_t max_row_bytes(const TableView* tables, const Batch& batch) {
   int64_t most = 0;
   for (int32_t f = 0; f < batch.num_features; ++f) {
     const TableView& table = tables[batch.feature_tables[f]];
@@ -65,19 +65,19 @@ int64_t most_row_bytes(const TableView* tables, const Batch& batch) {
 
 }  // namespace
 
-void start_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
-                const int64_t* slots, bool initialize, int threads) {
-  const bool streams = missing.size() * most_row_bytes(tables, batch) > kFitsCache;
+void initialize_rows(const TableView* tables, const Batch& batch, const MissingIds& missing,
+                     const int64_t* slots, bool initialize, int threads) {
+  const bool streams = missing.size() * max_row_bytes(tables, batch) > kFitsCache;
   parallel_for(missing.size(), 256, threads, [&](int64_t begin, int64_t end) {
     constexpr int64_t kAhead = 8;
-    Stage stage;
+    StagingBuffer stage;
     for (int64_t i = begin; i < end; ++i) {
-      const Missing& it = missing.begin()[i];
-      if (const int64_t then = i + kAhead; initialize && !streams && then < end) {
-        const Missing& that = missing.begin()[then];
-        const TableView& table = tables[that.table];
-        const int64_t slot = slots[that.position] - table.first_slot;
-        if (that.placed) prefetch_bytes(table.row(slot), row_bytes(table));
+      const MissingId& it = missing.begin()[i];
+      if (const int64_t next_index = i + kAhead; initialize && !streams && next_index < end) {
+        const MissingId& next = missing.begin()[next_index];
+        const TableView& table = tables[next.table];
+        const int64_t slot = slots[next.position] - table.first_slot;
+        if (next.placed) prefetch_bytes(table.row(slot), row_bytes(table));
       }
       if (!it.placed) continue;
       const TableView& table = tables[it.table];
@@ -85,7 +85,7 @@ void start_rows(const TableView* tables, const Batch& batch, const MissingIds& m
       if (initialize) {
         char* const row = table.row(slot);
         const int64_t bytes = row_bytes(table);
-        char* const to = streams && Stage::takes(row, bytes) ? stage.add(row, bytes) : row;
+        char* const to = streams && StagingBuffer::fits(row, bytes) ? stage.add(row, bytes) : row;
         store_initial_row(table.initial_rows, batch.ids[it.position],
                           static_cast<uint32_t>(table.column_offset), table.dim(), table.rows.type,
                           to);

@@ -13,7 +13,7 @@ namespace {
 
 // Number of ids whose rows are prefetched ahead, across bags. Fewer for wide rows, so that they
 // leave room in the L1 cache.
-constexpr int64_t kMostAhead = 16, kLeastAhead = 2, kBytesAhead = 8192;
+constexpr int64_t kMaxAhead = 16, kMinAhead = 2, kBytesAhead = 8192;
 
 float dot(const float* a, const float* b, int32_t n) {
   constexpr int kLanes = 8;  // partial sums that the compiler can keep in one vector
@@ -30,17 +30,17 @@ float dot(const float* a, const float* b, int32_t n) {
 
 // Rows of one table, stored as kType.
 template <RowType kType>
-class Rows {
+class TableRows {
  public:
   // For positions [first, last), in this order.
-  Rows(const TableView& table, const Batch& batch, const int64_t* slots, int64_t first,
-       int64_t last, float* buffer)
+  TableRows(const TableView& table, const Batch& batch, const int64_t* slots, int64_t first,
+            int64_t last, float* buffer)
       : table_(table),
         batch_(batch),
         slots_(slots),
         last_(last),
         row_bytes_(row_bytes(table)),
-        ahead_(std::clamp(kBytesAhead / row_bytes_, kLeastAhead, kMostAhead)),
+        ahead_(std::clamp(kBytesAhead / row_bytes_, kMinAhead, kMaxAhead)),
         rows_(table.rows.backing - table.first_slot * row_bytes_),
         buffer_(buffer) {
     for (int64_t at = first; at < std::min(first + ahead_, last); ++at)
@@ -106,8 +106,8 @@ void for_each_feature(const TableView* tables, const Batch& batch, const int64_t
     const TableView& table = tables[batch.feature_tables[feature]];
     buffer.resize(std::max<size_t>(buffer.size(), table.dim()));
     with_row_type(table.rows.type, [&]<RowType kType>() {
-      const Rows<kType> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
-                             buffer.data());
+      const TableRows<kType> rows(table, batch, slots, batch.offsets[begin], batch.offsets[stop],
+                                  buffer.data());
       visit(feature, rows, begin, stop);
     });
     begin = stop;
@@ -116,10 +116,10 @@ void for_each_feature(const TableView* tables, const Batch& batch, const int64_t
 
 // Pools bags of one feature.
 template <RowType kType, bool kScaled>
-class Pool {
+class BagPooler {
  public:
-  Pool(const Rows<kType>& rows, const Batch& batch, Pooling pooling, Output<char> out,
-       int32_t feature, int32_t dim)
+  BagPooler(const TableRows<kType>& rows, const Batch& batch, Pooling pooling, Output<char> out,
+            int32_t feature, int32_t dim)
       : rows_(rows), batch_(batch), pooling_(pooling), out_(out), feature_(feature), dim_(dim) {}
 
   void run(int64_t begin, int64_t end) const {
@@ -155,7 +155,7 @@ class Pool {
         sums[v] += kScaled ? by * columns : columns;
       });
     }
-    char* const to = place_of(bag, c);
+    char* const to = output_at(bag, c);
     with_type(out_.type, [&]<RowType kOut>() {
       unrolled<kVectors>([&](auto v) {
         store_columns<kOut>(sums[v], to + offset_of<Vector, kVectors>(v, end) * element_size(kOut));
@@ -164,27 +164,27 @@ class Pool {
   }
 
   // As sum, if some ids have no row.
-  template <int kMost>
+  template <int kMax>
   [[gnu::noinline]] void sum_with_initial(int64_t bag, int32_t c, int32_t n) const {
     const int64_t first = batch_.offsets[bag], last = batch_.offsets[bag + 1];
-    float sums[kMost] = {};
+    float sums[kMax] = {};
     for (int64_t at = first; at < last; ++at) {
       rows_.before(at, c, n);
       const float* const from = rows_.columns(at, c, n);
       const float by = kScaled ? scale(at, last - first) : 1.0f;
       for (int k = 0; k < n; ++k) sums[k] += by * from[k];
     }
-    narrow_elements(out_.type, sums, n, place_of(bag, c));
+    narrow_elements(out_.type, sums, n, output_at(bag, c));
   }
 
   float scale(int64_t at, int64_t length) const {
     const float bag_scale = pooling_.mean ? 1.0f / length : 1.0f;
     return pooling_.weights ? pooling_.weights[at] * bag_scale : bag_scale;
   }
-  char* place_of(int64_t bag, int32_t c) const {
+  char* output_at(int64_t bag, int32_t c) const {
     return out_.at(batch_.output_of(feature_, bag - batch_.first_bag(feature_), out_.stride) + c);
   }
-  const Rows<kType>& rows_;
+  const TableRows<kType>& rows_;
   const Batch& batch_;
   const Pooling pooling_;
   const Output<char> out_;
@@ -198,13 +198,13 @@ void pool_rows(const TableView* tables, const Batch& batch, const int64_t* slots
                Output<char> out, int threads) {
   const bool scaled = pooling.mean || pooling.weights != nullptr;
   parallel_for(batch.num_bags, 64, threads, [&](int64_t begin, int64_t end) {
-    const auto pool = [&]<RowType kType>(int32_t feature, const Rows<kType>& rows, int64_t first,
-                                         int64_t last) {
+    const auto pool = [&]<RowType kType>(int32_t feature, const TableRows<kType>& rows,
+                                         int64_t first, int64_t last) {
       const int32_t dim = tables[batch.feature_tables[feature]].dim();
       if (scaled) {
-        Pool<kType, true>(rows, batch, pooling, out, feature, dim).run(first, last);
+        BagPooler<kType, true>(rows, batch, pooling, out, feature, dim).run(first, last);
       } else {
-        Pool<kType, false>(rows, batch, pooling, out, feature, dim).run(first, last);
+        BagPooler<kType, false>(rows, batch, pooling, out, feature, dim).run(first, last);
       }
     };
     for_each_feature(tables, batch, slots, begin, end, pool);

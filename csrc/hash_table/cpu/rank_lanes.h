@@ -24,7 +24,7 @@ class RankLanes {
 
   __m256i of(__m256i count, __m256i step) const {
     const __m256i two_to_52 = _mm256_castpd_si256(_mm256_set1_pd(0x1p52));
-    const __m256i most = all(kMostLogCount);
+    const __m256i most = all(kMaxLogCount);
     count = _mm256_blendv_epi8(count, most, _mm256_cmpgt_epi64(count, most));  // no sign bit
     count = _mm256_sub_epi64(count, _mm256_cmpeq_epi64(count, _mm256_setzero_si256()));
     // The exponent and fraction of a double are those of log2_of_count.
@@ -37,10 +37,11 @@ class RankLanes {
     const __m256i f = _mm256_and_si256(log, all(0xffff));
     const __m256i arc =
         _mm256_srli_epi64(_mm256_mul_epu32(f, _mm256_sub_epi64(all(1 << kFractionBits), f)), 16);
-    const __m256i bent =
+    const __m256i log_approx =
         _mm256_add_epi64(log, _mm256_srli_epi64(_mm256_mul_epu32(arc, all(kBend)), 16));
-    const __m256i worth = _mm256_add_epi64(_mm256_mul_epu32(low_, bent),
-                                           _mm256_slli_epi64(_mm256_mul_epu32(high_, bent), 32));
+    const __m256i worth =
+        _mm256_add_epi64(_mm256_mul_epu32(low_, log_approx),
+                         _mm256_slli_epi64(_mm256_mul_epu32(high_, log_approx), 32));
     return _mm256_add_epi64(_mm256_slli_epi64(step, kFractionBits),
                             _mm256_srli_epi64(worth, kFractionBits));
   }
@@ -89,8 +90,8 @@ HKV_AVX512 inline __m512i shift_left_wide(__m512i a) {
 }
 
 // Ranking::of eight slots, as RankLanes computes it.
-HKV_AVX512 inline __m512i rank_wide(const Ranking& ranking, __m512i count, __m512i step) {
-  count = _mm512_maskz_min_epu64(kAllEight, count, all_wide(kMostLogCount));
+HKV_AVX512 inline __m512i rank_avx512(const Ranking& ranking, __m512i count, __m512i step) {
+  count = _mm512_maskz_min_epu64(kAllEight, count, all_wide(kMaxLogCount));
   count = _mm512_maskz_max_epu64(kAllEight, count, all_wide(1));
   const __m512i number = _mm512_castpd_si512(_mm512_maskz_cvtepu64_pd(kAllEight, count));
   const __m512i log = _mm512_sub_epi64(shift_right_wide<52 - kFractionBits>(number),
@@ -98,9 +99,9 @@ HKV_AVX512 inline __m512i rank_wide(const Ranking& ranking, __m512i count, __m51
   const __m512i f = _mm512_and_si512(log, all_wide(0xffff));
   const __m512i rest = _mm512_sub_epi64(all_wide(1 << kFractionBits), f);
   const __m512i arc = multiply_wide(shift_right_wide<16>(multiply_wide(f, rest)), all_wide(kBend));
-  const __m512i bent = _mm512_add_epi64(log, shift_right_wide<16>(arc));
-  const __m512i low = multiply_wide(all_wide(ranking.half_life & 0xffffffffu), bent);
-  const __m512i high = multiply_wide(all_wide(ranking.half_life >> 32), bent);
+  const __m512i log_approx = _mm512_add_epi64(log, shift_right_wide<16>(arc));
+  const __m512i low = multiply_wide(all_wide(ranking.half_life & 0xffffffffu), log_approx);
+  const __m512i high = multiply_wide(all_wide(ranking.half_life >> 32), log_approx);
   const __m512i worth = _mm512_add_epi64(low, shift_left_wide<32>(high));
   return _mm512_add_epi64(shift_left_wide<kFractionBits>(step),
                           shift_right_wide<kFractionBits>(worth));
@@ -111,15 +112,15 @@ template <bool kAged, typename Score>
 HKV_AVX512 uint64_t lowest_score_avx512(const Ranking& ranking, const Score* scores,
                                         const uint32_t* steps, int32_t n, uint32_t pinned_from,
                                         uint64_t* rank, uint32_t* step) {
-  constexpr int32_t kMost = 64;
-  const uint64_t slots = n < kMost ? (uint64_t{1} << n) - 1 : ~uint64_t{0};
-  __m512i ranks[kMost / 8], lows = all_wide(UINT64_MAX);
+  constexpr int32_t kMax = 64;
+  const uint64_t slots = n < kMax ? (uint64_t{1} << n) - 1 : ~uint64_t{0};
+  __m512i ranks[kMax / 8], lows = all_wide(UINT64_MAX);
   uint64_t free = 0, positions = 0;
   for (int32_t p = 0; p < n; p += 8) {
     const auto some = static_cast<__mmask8>(slots >> p);
     const __m512i last = widen_eight(some, steps + p), score = widen_eight(some, scores + p);
     const __mmask8 takes_part = _mm512_mask_cmplt_epu64_mask(some, last, all_wide(pinned_from));
-    ranks[p / 8] = kAged ? rank_wide(ranking, score, last) : score;
+    ranks[p / 8] = kAged ? rank_avx512(ranking, score, last) : score;
     lows = _mm512_mask_min_epu64(lows, takes_part, lows, ranks[p / 8]);
     free |= static_cast<uint64_t>(takes_part) << p;
   }
@@ -132,8 +133,8 @@ HKV_AVX512 uint64_t lowest_score_avx512(const Ranking& ranking, const Score* sco
   }
   positions &= free;
   *step = UINT32_MAX;
-  for (uint64_t left = positions; left != 0; left &= left - 1) {
-    *step = std::min(*step, steps[__builtin_ctzll(left)]);
+  for (uint64_t remaining = positions; remaining != 0; remaining &= remaining - 1) {
+    *step = std::min(*step, steps[__builtin_ctzll(remaining)]);
   }
   if ((positions & (positions - 1)) == 0) return positions;
   const __m512i wanted = _mm512_set1_epi32(static_cast<int32_t>(*step));

@@ -13,7 +13,7 @@ namespace torchrec_hkv::hash_table::cpu {
 // of recent ids remembers it.
 class Repeats {
  public:
-  static constexpr int64_t kMost = 4096;  // positions at a time
+  static constexpr int64_t kMax = 4096;  // positions at a time
 
   // For positions from `first` on.
   Repeats(const int64_t* ids, int64_t first) : all_ids_(ids) { forget(first); }
@@ -25,20 +25,22 @@ class Repeats {
     std::fill_n(firsts_, 1 << kBits, 0u);
   }
 
-  // Lists the positions in [begin, end), at most kMost, that do not repeat an earlier one. Returns
+  // Lists the positions in [begin, end), at most kMax, that do not repeat an earlier one. Returns
   // their number.
   int64_t list(int64_t begin, int64_t end) {
     int64_t n = 0;
     uint32_t idle;
     for (int64_t at = begin; at < end; ++at) {
-      const auto own = static_cast<uint32_t>(at - first_);
-      uint32_t& entry = firsts_[static_cast<uint64_t>(ids_[own]) * 0x9e3779b97f4a7c15ull >> kShift];
+      const auto index = static_cast<uint32_t>(at - first_);
+      uint32_t& entry =
+          firsts_[static_cast<uint64_t>(ids_[index]) * 0x9e3779b97f4a7c15ull >> kShift];
       const uint32_t first = entry;
-      const bool repeats = (ids_[first] == ids_[own]) & (first != own);  // no branch, as in Finder
+      const bool repeats =
+          (ids_[first] == ids_[index]) & (first != index);  // no branch, as in IdFinder
       // Stores only a changed value, so that the next position of a hot id does not wait for the
       // store.
-      *select(repeats, &idle, &entry) = own;
-      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, own));
+      *select(repeats, &idle, &entry) = index;
+      origins_[at - begin] = static_cast<uint32_t>(select(repeats, first, index));
       listed_[n] = at;
       repeated_[at - begin - n] = at;
       n += !repeats;
@@ -53,16 +55,16 @@ class Repeats {
 
   // The scores of the n listed ids: the sum over the positions of an id before `end`, or the last
   // one. list() must have been called once, for positions from the first to `end`.
-  const uint64_t* given(int64_t end, int64_t n, bool sums, const Visit& visit) {
+  const uint64_t* given(int64_t end, int64_t n, bool sums, const CallContext& context) {
     // Indexed by position, then by number.
     for (int64_t i = 0; i < n; ++i) given_[listed_[i] - first_] = 0;
-    if (sums && visit.scores == nullptr) {
+    if (sums && context.scores == nullptr) {
       for (int64_t i = 0; i < end - first_; ++i) ++given_[origins_[i]];
     } else {
       for (int64_t at = first_; at < end; ++at) {
         uint64_t& total = given_[origins_[at - first_]];
-        const uint64_t more = visit.given(at);
-        total = sums ? std::min(total + more, kMostCounts) : more;
+        const uint64_t more = context.given(at);
+        total = sums ? std::min(total + more, kMaxCounts) : more;
       }
     }
     for (int64_t i = 0; i < n; ++i) given_[i] = given_[listed_[i] - first_];
@@ -76,9 +78,9 @@ class Repeats {
   const int64_t* ids_;
   int64_t first_;
   uint32_t firsts_[1 << kBits];  // position - first_, by a hash of the id
-  uint32_t origins_[kMost];
-  int64_t listed_[kMost], repeated_[kMost];
-  uint64_t given_[kMost];
+  uint32_t origins_[kMax];
+  int64_t listed_[kMax], repeated_[kMax];
+  uint64_t given_[kMax];
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -16,25 +16,25 @@ namespace {
 constexpr int64_t kAhead = 48;  // entries
 constexpr int64_t kGrain = 512;
 
-using Words = ReplicaRecords::Words;
+using Metadata = ReplicaRecords::Metadata;
 
-Words words_of(const ReplicaRecords& records, const float* record) {
-  Words words;
-  std::memcpy(&words, record + records.columns, sizeof(words));
-  return words;
+Metadata metadata_of(const ReplicaRecords& records, const float* record) {
+  Metadata metadata;
+  std::memcpy(&metadata, record + records.columns, sizeof(metadata));
+  return metadata;
 }
 
-void set_words(const ReplicaRecords& records, float* record, const Words& words) {
-  std::memcpy(record + records.columns, &words, sizeof(words));
+void set_metadata(const ReplicaRecords& records, float* record, const Metadata& metadata) {
+  std::memcpy(record + records.columns, &metadata, sizeof(metadata));
 }
 
 // Addresses of an entry's row and state; state_bytes is 0 if states are not wanted.
-struct SlotAddresses {
+struct RecordAddresses {
   const TableView& table;
   const SlotVectors rows, states;
   const int64_t row_bytes, state_bytes;
 
-  SlotAddresses(const TableView& table, bool with_states)
+  RecordAddresses(const TableView& table, bool with_states)
       : table(table),
         rows(table.rows),
         states(table.states),
@@ -105,7 +105,7 @@ void end_streams() {
 
 void pack_records(const TableView& table, const int64_t* slots, const bool* is_new, int64_t n,
                   const ReplicaRecords& out, uint64_t* scores, int threads) {
-  const SlotAddresses addresses(table, out.states);
+  const RecordAddresses addresses(table, out.states);
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) {
@@ -127,16 +127,16 @@ void pack_records(const TableView& table, const int64_t* slots, const bool* is_n
       if (addresses.state_bytes > 0) {
         copy_floats(addresses.states.at(slot), out.columns - dim, record + dim);
       }
-      const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasHere;
-      set_words(out, record, {step_of(table, slot), ReplicaRecords::kIsHere | was});
+      const uint32_t was = is_new[i] ? 0 : ReplicaRecords::kWasPresent;
+      set_metadata(out, record, {step_of(table, slot), ReplicaRecords::kIsPresent | was});
       if (scores != nullptr) scores[i] = score_of(table, slot);
     }
   });
 }
 
-void merge_records(const TableView& table, const MergedEntries& entries, const ReplicaRecords& own,
-                   const float* theirs, int threads) {
-  const SlotAddresses addresses(table, own.states);
+void merge_records(const TableView& table, const MergedEntries& entries,
+                   const ReplicaRecords& own_records, const float* other_records, int threads) {
+  const RecordAddresses addresses(table, own_records.states);
   const int32_t dim = table.dim();
   const RowType type = table.rows.type;
   const int64_t* const slots = entries.slots;
@@ -154,24 +154,24 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
     }
   };
   parallel_for(entries.n, kGrain, threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> initial(own.columns);  // a new id's state is 0
+    std::vector<float> initial(own_records.columns);  // a new id's state is 0
     for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(slots[i]);
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < end) prefetch(slots[i + kAhead]);
-      float* const a = own.at(i);
-      const float* const b = theirs + i * own.stride();
-      const Words mine = words_of(own, a), other = words_of(own, b);
+      float* const a = own_records.at(i);
+      const float* const b = other_records + i * own_records.stride();
+      const Metadata mine = metadata_of(own_records, a), other = metadata_of(own_records, b);
       const uint32_t both = mine.flags & other.flags, either = mine.flags | other.flags;
-      const bool is_new = !entries.known[i] && (either & ReplicaRecords::kWasHere) == 0;
-      const bool of_both = (both & ReplicaRecords::kIsHere) != 0;
+      const bool is_new = !entries.known[i] && (either & ReplicaRecords::kWasPresent) == 0;
+      const bool of_both = (both & ReplicaRecords::kIsPresent) != 0;
       const float factor = of_both || is_new ? 0.5f : 1.0f;
       const float most = highest >= 0 ? std::max(a[highest], b[highest]) : 0.0f;
-      const Words words = {std::max(mine.last_step, other.last_step), mine.flags};
+      const Metadata metadata = {std::max(mine.last_step, other.last_step), mine.flags};
       const bool here = slots[i] != kNoSlot;
       if (is_new && !of_both) {
         initial_row(table.initial_rows, entries.ids[i], static_cast<uint32_t>(table.column_offset),
                     dim, initial.data());
-        mean_of(a, b, initial.data(), own.columns, factor, a);
+        mean_of(a, b, initial.data(), own_records.columns, factor, a);
       } else if (here && direct) {
         // Bypasses the record, because nothing reads it.
         float* const row = reinterpret_cast<float*>(addresses.rows.at(slots[i]));
@@ -181,16 +181,16 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
           mean_of(a, b, dim, factor, row);
         }
         if (addresses.state_bytes > 0) {
-          mean_of(a + dim, b + dim, own.columns - dim, factor,
+          mean_of(a + dim, b + dim, own_records.columns - dim, factor,
                   reinterpret_cast<float*>(addresses.states.at(slots[i])));
         }
-        touch(slots[i], words.last_step, i);
+        touch(slots[i], metadata.last_step, i);
         continue;
       } else {
-        mean_of(a, b, own.columns, factor, a);
+        mean_of(a, b, own_records.columns, factor, a);
       }
       if (highest >= 0) a[highest] = most;
-      set_words(own, a, words);
+      set_metadata(own_records, a, metadata);
       if (!here) continue;
       if (type == RowType::kFloat32) {
         std::memcpy(addresses.rows.at(slots[i]), a, addresses.row_bytes);
@@ -200,7 +200,7 @@ void merge_records(const TableView& table, const MergedEntries& entries, const R
       if (addresses.state_bytes > 0) {
         std::memcpy(addresses.states.at(slots[i]), a + dim, addresses.state_bytes);
       }
-      touch(slots[i], words.last_step, i);
+      touch(slots[i], metadata.last_step, i);
     }
     end_streams();
   });

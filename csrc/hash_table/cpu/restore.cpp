@@ -13,8 +13,8 @@
 namespace torchrec_hkv::hash_table::cpu {
 namespace {
 
-void note_displaced(const TableView& table, const Widths& widths, int64_t slot,
-                    const Displaced& displaced) {
+void append_displaced(const TableView& table, const Widths& widths, int64_t slot,
+                      const DisplacedEntries& displaced) {
   const uint64_t at = displaced.counts[0]++;
   displaced.ids[at] = table.ids[slot];
   displaced.last_steps[at] = step_of(table, slot);
@@ -71,7 +71,8 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
   });
 }
 
-void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced) {
+void restore_entries(const TableView& table, const Entries& entries,
+                     const DisplacedEntries& displaced) {
   const Widths widths = widths_of(table);
   const TableRanks ranks(table, UINT32_MAX);
   const auto prefetch = [&](int64_t i) {
@@ -91,7 +92,7 @@ void restore_entries(const TableView& table, const Entries& entries, const Displ
         continue;
       }
       slot = victim.slot;
-      note_displaced(table, widths, slot, displaced);
+      append_displaced(table, widths, slot, displaced);
     }
     write_entry(table, widths, slot, entries, i);
     digest_at(table, slot) = choice.digest;

@@ -42,24 +42,24 @@ bool are_placed(const int64_t* ids, const int64_t* slots, int64_t n, uint32_t nu
 
 std::optional<int64_t> add_ids(IdSet& set, const int64_t* ids, int64_t n, int bits, uint64_t part) {
   constexpr int64_t kPrefetched = 16;
-  const auto mask = static_cast<uint64_t>(set.places - 1);
+  const auto mask = static_cast<uint64_t>(set.capacity - 1);
   const auto hash_at = [&](int64_t i) { return mix64(static_cast<uint64_t>(ids[i])); };
-  for (int64_t i = 0; i < n && set.held <= set.most(); ++i) {
+  for (int64_t i = 0; i < n && set.size <= set.max_size(); ++i) {
     if (i + kPrefetched < n) __builtin_prefetch(&set.ids[hash_at(i + kPrefetched) & mask], 1);
     const uint64_t hash = hash_at(i);
     if (bits > 0 && hash >> (64 - bits) != part) continue;
     const int64_t id = ids[i];
-    auto place = static_cast<int64_t>(hash & mask);
+    auto index = static_cast<int64_t>(hash & mask);
     if (id == 0) {
-      place = set.places;
-      if (set.ids[place] != 0) return id;
+      index = set.capacity;
+      if (set.ids[index] != 0) return id;
     }
-    while (set.ids[place] != 0 && set.ids[place] != id) {
-      place = static_cast<int64_t>((place + 1) & mask);
+    while (set.ids[index] != 0 && set.ids[index] != id) {
+      index = static_cast<int64_t>((index + 1) & mask);
     }
-    if (set.ids[place] == id && id != 0) return id;
-    set.ids[place] = id == 0 ? 1 : id;
-    ++set.held;
+    if (set.ids[index] == id && id != 0) return id;
+    set.ids[index] = id == 0 ? 1 : id;
+    ++set.size;
   }
   return std::nullopt;
 }

@@ -14,41 +14,42 @@ namespace {
 // Compares n slots of one bucket. No branches and no other data, so that the compiler vectorises
 // it.
 template <bool kMarked>
-void look_at(const uint16_t* __restrict__ digests, const uint32_t* __restrict__ last_steps,
-             const uint8_t* __restrict__ was, const uint8_t* __restrict__ marked, int64_t n,
-             uint32_t since, uint8_t moved, uint8_t* __restrict__ changes) {
+void compare_bucket(const uint16_t* __restrict__ digests, const uint32_t* __restrict__ last_steps,
+                    const uint8_t* __restrict__ was, const uint8_t* __restrict__ marked, int64_t n,
+                    uint32_t since, uint8_t moved, uint8_t* __restrict__ changes) {
   for (int64_t i = 0; i < n; ++i) {
-    const auto is = static_cast<uint8_t>(digests[i] != kEmptyDigest);
+    const auto occupied = static_cast<uint8_t>(digests[i] != kEmptyDigest);
     auto touched = static_cast<uint8_t>(last_steps[i] >= since);
     if (kMarked) touched |= marked[i];
-    touched &= is;
-    const auto differs = static_cast<uint8_t>((is ^ was[i]) | touched | (is & moved));
+    touched &= occupied;
+    const auto differs = static_cast<uint8_t>((occupied ^ was[i]) | touched | (occupied & moved));
     const auto bits =
-        static_cast<uint8_t>(is * kIsThere | was[i] * kWasThere | touched * kIsTouched);
+        static_cast<uint8_t>(occupied * kIsThere | was[i] * kWasThere | touched * kIsTouched);
     changes[i] = static_cast<uint8_t>(-differs & bits);
   }
 }
 
 }  // namespace
 
-void slot_changes(const TableView& table, const SlotChanges& look, int threads) {
-  const int64_t slots = table.bucket_slots, end_of_all = look.first + look.n;
-  const int64_t first_bucket = look.first / slots;
-  const int64_t buckets = look.n == 0 ? 0 : (end_of_all - 1) / slots + 1 - first_bucket;
+void slot_changes(const TableView& table, const SlotChanges& request, int threads) {
+  const int64_t slots = table.bucket_slots, end_of_all = request.first + request.n;
+  const int64_t first_bucket = request.first / slots;
+  const int64_t buckets = request.n == 0 ? 0 : (end_of_all - 1) / slots + 1 - first_bucket;
   parallel_for(buckets, 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t bucket = first_bucket + begin; bucket < first_bucket + end; ++bucket) {
-      const int64_t from = std::max(look.first, bucket * slots);
+      const int64_t from = std::max(request.first, bucket * slots);
       const int64_t to = std::min(end_of_all, (bucket + 1) * slots);
-      const int64_t at = from - look.first;
+      const int64_t at = from - request.first;
       const uint16_t* const digests =
           table.digests + bucket * kBucketDigests + (from - bucket * slots);
-      const auto* const was = reinterpret_cast<const uint8_t*>(look.was) + at;
-      const auto* const marked =
-          look.marked == nullptr ? nullptr : reinterpret_cast<const uint8_t*>(look.marked) + at;
-      const auto look_at_bucket = marked == nullptr ? look_at<false> : look_at<true>;
-      uint32_t room[kBucketDigests];
-      look_at_bucket(digests, steps_of(table, from, to - from, room), was, marked, to - from,
-                     look.since, look.moved ? 1 : 0, look.changes + at);
+      const auto* const was = reinterpret_cast<const uint8_t*>(request.had_entry) + at;
+      const auto* const marked = request.marked == nullptr
+                                     ? nullptr
+                                     : reinterpret_cast<const uint8_t*>(request.marked) + at;
+      const auto compare = marked == nullptr ? compare_bucket<false> : compare_bucket<true>;
+      uint32_t buffer[kBucketDigests];
+      compare(digests, steps_of(table, from, to - from, buffer), was, marked, to - from,
+              request.since, request.moved ? 1 : 0, request.changes + at);
     }
   });
 }

@@ -45,10 +45,10 @@ void read_values(const TableView& table, const int64_t* slots, int64_t n, const 
       if (i + kAhead < end) addresses.prefetch(slots[i + kAhead]);
       const int64_t slot = slots[i];
       char* const to = reinterpret_cast<char*>(out.at(i));
-      const bool there = slot != kNoSlot;
-      last_steps[i] = there ? step_of(table, slot) : 0;
-      if (scores != nullptr) scores[i] = there ? score_of(table, slot) : 0;
-      if (there) {
+      const bool present = slot != kNoSlot;
+      last_steps[i] = present ? step_of(table, slot) : 0;
+      if (scores != nullptr) scores[i] = present ? score_of(table, slot) : 0;
+      if (present) {
         std::memcpy(to, addresses.rows.at(slot), addresses.row_bytes);
         if (addresses.state_bytes > 0) {
           std::memcpy(to + addresses.row_bytes, addresses.states.at(slot), addresses.state_bytes);

@@ -27,7 +27,7 @@ void for_each_feature(const TableView* tables, const Batch& batch, int64_t begin
 
 // Adds floats to a row of 8 bits, which is rounded to the nearest.
 void add_to_int8(char* row, const float* from, int32_t dim) {
-  float sums[kMostColumns];
+  float sums[kMaxColumns];
   widen_int8(row, 0, dim, sums);
   for (int32_t c = 0; c < dim; ++c) sums[c] += from[c];
   narrow_int8(sums, dim, row);
@@ -86,12 +86,12 @@ void gather_rows(const TableView* tables, const Batch& batch, const int64_t* slo
 void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
                 const RowMatrix& rows, bool add, int threads) {
   // Every thread reads all slots and writes its share of the rows, in order.
-  const int64_t shares = std::max(1, threads);
-  parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
+  const int64_t num_workers = std::max(1, threads);
+  parallel_for(num_workers, 1, threads, [&](int64_t begin, int64_t end) {
     std::vector<char> given;
-    for (int64_t share = begin; share < end; ++share) {
+    for (int64_t worker = begin; worker < end; ++worker) {
       for (int64_t i = 0; i < n; ++i) {
-        if (slots[i] == kNoSlot || slots[i] % shares != share) continue;
+        if (slots[i] == kNoSlot || slots[i] % num_workers != worker) continue;
         const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
         const RowType type = table.rows.type;
         char* row = table.row(slots[i] - table.first_slot);
@@ -118,13 +118,13 @@ void write_rows(const TableView* tables, int32_t num_tables, const int64_t* slot
 }
 
 void touch_slots(const TableView* tables, const Batch& batch, const int64_t* slots,
-                 const Visit& visit, int threads) {
+                 const CallContext& context, int threads) {
   parallel_for(batch.num_ids, 1024, threads, [&](int64_t begin, int64_t end) {
     for_each_feature(tables, batch, begin, end,
                      [&](const TableView& table, int64_t from, int64_t to) {
                        for (int64_t i = from; i < to; ++i) {
                          if (slots[i] == kNoSlot) continue;
-                         touch(table, slots[i] - table.first_slot, visit, visit.given(i));
+                         touch(table, slots[i] - table.first_slot, context, context.given(i));
                        }
                      });
   });
@@ -147,11 +147,11 @@ void erase_slots(const TableView* tables, int32_t num_tables, const int64_t* slo
 void keep_last_scores(const TableView* tables, int32_t num_tables, const int64_t* slots,
                       const uint64_t* scores, int64_t n, int threads) {
   // Every thread reads all slots and writes its share of the scores, in order.
-  const int64_t shares = std::max(1, threads);
-  parallel_for(shares, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t share = begin; share < end; ++share) {
+  const int64_t num_workers = std::max(1, threads);
+  parallel_for(num_workers, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t worker = begin; worker < end; ++worker) {
       for (int64_t i = 0; i < n; ++i) {
-        if (slots[i] < 0 || slots[i] == kSkipped || slots[i] % shares != share) continue;
+        if (slots[i] < 0 || slots[i] == kSkipped || slots[i] % num_workers != worker) continue;
         const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];
         if (table.eviction != Eviction::kCustomized) continue;
         table.scores[slots[i] - table.first_slot] = scores[i];
@@ -182,7 +182,7 @@ void select_slots(const TableView* tables, int32_t num_tables, const Selection& 
 }
 
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                  const Exported& out, int threads) {
+                  const ExportedEntries& out, int threads) {
   parallel_for(n, 256, threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const TableView& table = tables[table_of_slot(tables, num_tables, slots[i])];

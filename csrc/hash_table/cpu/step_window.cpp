@@ -9,7 +9,7 @@
 namespace torchrec_hkv::hash_table::cpu {
 
 void follow_clock(const TableView& table, uint32_t now, int threads) {
-  if (!table.counted.kept() || table.counted.is_near(now)) return;
+  if (!table.counted.enabled() || table.counted.is_near(now)) return;
   const CountedSteps before = table.counted;
   StepWindow window = *before.window;
   window.begin = now < CountedSteps::kWindow / 2 ? 0 : now - CountedSteps::kWindow / 2;

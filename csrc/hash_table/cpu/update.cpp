@@ -15,8 +15,8 @@
 #include "hash_table/cpu/apply_row.h"
 #include "hash_table/cpu/bucket.h"
 #include "hash_table/cpu/gradients.h"
-#include "hash_table/cpu/group.h"
 #include "hash_table/cpu/long_rows.h"
+#include "hash_table/cpu/slot_groups.h"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cpu {
@@ -46,9 +46,10 @@ constexpr int64_t kGradientsAhead = 12;
 
 // Prefetches the rows of one table that are updated one after the other. slot(i): of the i-th of n.
 template <typename Slot>
-class RowsAhead {
+class RowPrefetcher {
  public:
-  RowsAhead(const TableView& table, const OptimizerConfig& optimizer, int64_t n, const Slot& slot)
+  RowPrefetcher(const TableView& table, const OptimizerConfig& optimizer, int64_t n,
+                const Slot& slot)
       : rows_(table.rows),
         states_(table.states),
         ids_(rounds_by_chance(optimizer, table.rows.type) ? table.ids : nullptr),
@@ -77,11 +78,11 @@ class RowsAhead {
 
 // The update of a batch.
 template <RowType kType>
-class Update {
+class BatchUpdate {
  public:
-  Update(const TableView* tables, int32_t num_tables, const Batch& batch, const int64_t* slots,
-         const Gradients& gradients, const OptimizerConfig& optimizer, float learning_rate,
-         int threads)
+  BatchUpdate(const TableView* tables, int32_t num_tables, const Batch& batch, const int64_t* slots,
+              const Gradients& gradients, const OptimizerConfig& optimizer, float learning_rate,
+              int threads)
       : tables_(tables),
         batch_(batch),
         slots_(slots),
@@ -90,7 +91,7 @@ class Update {
         learning_rate_(learning_rate),
         threads_(threads),
         partitions_(tables, num_tables, batch, slots, threads),
-        alone_(partitions_.dealt() > 0 ? batch.num_ids : 0) {
+        is_unique_(partitions_.partitioned() > 0 ? batch.num_ids : 0) {
     for (int32_t f = 0; f < batch.num_features; ++f) {
       widest_ = std::max(widest_, tables[batch.feature_tables[f]].dim());
     }
@@ -111,19 +112,19 @@ class Update {
       std::move(worker.long_rows.begin(), worker.long_rows.end(), std::back_inserter(long_rows));
     });
     update_long(long_rows);
-    if (partitions_.dealt() > 0) update_dealt();
+    if (partitions_.partitioned() > 0) update_partitioned();
   }
 
  private:
   // Buffers that a thread reuses for its partitions.
   struct Worker {
-    explicit Worker(const Update& update)
+    explicit Worker(const BatchUpdate& update)
         : buffer(update.widest_),
           totals(update.widest_),
           updater(update.optimizer_, update.learning_rate_, update.widest_) {}
 
     SlotGroups groups;
-    LoneRows lone;
+    UniqueRows unique;
     std::vector<LongRow> long_rows;  // which are left to update_long
     std::vector<float> buffer;
     PieceTotals totals;
@@ -131,22 +132,23 @@ class Update {
   };
 
   // Updates the rows of one partition. If the table has several partitions, unique rows are only
-  // marked; update_dealt updates them.
+  // marked; update_partitioned updates them.
   void update_partition(const Partition& partition, Worker& worker) {
     const TableView& table = tables_[partition.table];
     SlotGroups& groups = worker.groups;
-    groups.assign(partitions_, partition, gradients_, table.first_slot, worker.lone);
+    groups.assign(partitions_, partition, gradients_, table.first_slot, worker.unique);
     update_repeated(partition.table, groups, worker);
     if (partition.bits > 0) {
-      for (int64_t i = 0; i < worker.lone.n; ++i) alone_[worker.lone.positions.get()[i]] = 1;
+      for (int64_t i = 0; i < worker.unique.n; ++i)
+        is_unique_[worker.unique.positions.get()[i]] = 1;
       return;
     }
     int64_t first = 0;
     partitions_.for_features(partition, [&](int32_t feature) {
       const int64_t end = batch_.feature_start(feature + 1);
       int64_t last = first;
-      while (last < worker.lone.n && worker.lone.positions.get()[last] < end) ++last;
-      update_alone(table, feature, batch_.first_bag(feature), first, last, worker);
+      while (last < worker.unique.n && worker.unique.positions.get()[last] < end) ++last;
+      update_unique(table, feature, batch_.first_bag(feature), first, last, worker);
       first = last;
     });
   }
@@ -155,23 +157,24 @@ class Update {
     const TableView& table = tables_[number];
     const std::vector<SlotGroups::Repeated>& all = groups.repeated();
     const auto slot = [&](int64_t i) { return all[i].slot - table.first_slot; };
-    const RowsAhead rows(table, optimizer_, static_cast<int64_t>(all.size()), slot);
+    const RowPrefetcher rows(table, optimizer_, static_cast<int64_t>(all.size()), slot);
     const int64_t last = all.empty() ? 0 : int64_t{all.back().first} + all.back().count;
-    int64_t asked = 0;  // number of prefetched gradients
+    int64_t prefetched = 0;  // number of prefetched gradients
     for (size_t i = 0; i < all.size(); ++i) {
       rows.before(i);
       // Gradients are numbered in the order of these rows. In a long sum the processor prefetches.
       const int64_t end = int64_t{all[i].first} + all[i].count;
-      if (all[i].count > kGradientsAhead) asked = std::max(asked, end);
+      if (all[i].count > kGradientsAhead) prefetched = std::max(prefetched, end);
       if (is_long(all[i].count, table.dim(), threads_)) {
         worker.long_rows.push_back(long_row(number, slot(i), groups, all[i]));
         continue;
       }
       const int64_t until = std::min(last, end + kGradientsAhead);
-      for (; asked < until; ++asked) prefetch_gradient(table, groups.places()[asked]);
+      for (; prefetched < until; ++prefetched)
+        prefetch_gradient(table, groups.offsets()[prefetched]);
       const float* const scales = gradients_.scaled() ? groups.scales() + all[i].first : nullptr;
-      const int64_t* const places = groups.places() + all[i].first;
-      const RowGradients gradients{gradients_.data(), places, scales, all[i].count};
+      const int64_t* const offsets = groups.offsets() + all[i].first;
+      const RowGradients gradients{gradients_.data(), offsets, scales, all[i].count};
       sum_gradients<kType>(gradients, table.dim(), worker.totals, worker.buffer.data());
       worker.updater.update(table, slot(i), worker.buffer.data());
     }
@@ -179,8 +182,8 @@ class Update {
 
   LongRow long_row(int32_t table, int64_t slot, const SlotGroups& groups,
                    const SlotGroups::Repeated& row) const {
-    const int64_t* const places = groups.places() + row.first;
-    LongRow copy{table, slot, {places, places + row.count}, {}};
+    const int64_t* const offsets = groups.offsets() + row.first;
+    LongRow copy{table, slot, {offsets, offsets + row.count}, {}};
     if (gradients_.scaled()) {
       const float* const scales = groups.scales() + row.first;
       copy.scales.assign(scales, scales + row.count);
@@ -201,16 +204,16 @@ class Update {
 
   // Updates the unique rows of tables with several partitions, which update_partition has marked.
   // It goes in the order of the batch, because the rows of a bag share its gradient.
-  void update_dealt() {
+  void update_partitioned() {
     parallel_for(batch_.num_bags, 64, threads_, [&](int64_t begin, int64_t end) {
       Worker worker(*this);
       while (begin < end) {
         const int32_t feature = batch_.feature_of_bag(begin);
         const int64_t stop = std::min(end, batch_.first_bag(feature + 1));
         const int32_t table = batch_.feature_tables[feature];
-        if (partitions_.dealt(table)) {
-          list_marked(tables_[table], batch_.offsets[begin], batch_.offsets[stop], worker.lone);
-          update_alone(tables_[table], feature, begin, 0, worker.lone.n, worker);
+        if (partitions_.partitioned(table)) {
+          list_marked(tables_[table], batch_.offsets[begin], batch_.offsets[stop], worker.unique);
+          update_unique(tables_[table], feature, begin, 0, worker.unique.n, worker);
         }
         begin = stop;
       }
@@ -218,33 +221,35 @@ class Update {
   }
 
   // Lists the marked positions of [first, last).
-  void list_marked(const TableView& table, int64_t first, int64_t last, LoneRows& lone) const {
-    uint32_t* const positions = lone.positions.resize(last - first + 1);
-    int64_t* const slots = lone.slots.resize(last - first + 1);
+  void list_marked(const TableView& table, int64_t first, int64_t last, UniqueRows& unique) const {
+    uint32_t* const positions = unique.positions.resize(last - first + 1);
+    int64_t* const slots = unique.slots.resize(last - first + 1);
     int64_t n = 0;  // no branch, because marks are unpredictable
     for (int64_t at = first; at < last; ++at) {
       positions[n] = static_cast<uint32_t>(at);
       slots[n] = slots_[at] - table.first_slot;
-      n += alone_[at];
+      n += is_unique_[at];
     }
-    lone.n = n;
+    unique.n = n;
   }
 
   // Updates the listed rows [first, last), all of one feature. bag: where their search begins.
-  void update_alone(const TableView& table, int32_t feature, int64_t bag, int64_t first,
-                    int64_t last, Worker& worker) const {
-    const int64_t* const slots = worker.lone.slots.get() + first;
-    const uint32_t* const positions = worker.lone.positions.get() + first;
+  void update_unique(const TableView& table, int32_t feature, int64_t bag, int64_t first,
+                     int64_t last, Worker& worker) const {
+    const int64_t* const slots = worker.unique.slots.get() + first;
+    const uint32_t* const positions = worker.unique.positions.get() + first;
     const int64_t n = last - first;
-    const RowsAhead rows(table, optimizer_, n, [&](int64_t i) { return slots[i]; });
-    int64_t asked = 0, asked_bag = bag;  // the next row whose gradient is prefetched, and its bag
+    const RowPrefetcher rows(table, optimizer_, n, [&](int64_t i) { return slots[i]; });
+    int64_t prefetched = 0,
+            prefetched_bag = bag;  // the next row whose gradient is prefetched, and its bag
     for (int64_t i = 0; i < n;) {
       while (positions[i] >= batch_.offsets[bag + 1]) ++bag;
-      for (const int64_t until = std::min(n, i + kGradientsAhead); asked < until; ++asked) {
-        if (positions[asked] < batch_.offsets[asked_bag]) continue;  // of the bag before
-        while (positions[asked] >= batch_.offsets[asked_bag + 1]) ++asked_bag;
-        prefetch_gradient(table, gradients_.place(feature, asked_bag));
-        ++asked_bag;
+      for (const int64_t until = std::min(n, i + kGradientsAhead); prefetched < until;
+           ++prefetched) {
+        if (positions[prefetched] < batch_.offsets[prefetched_bag]) continue;  // of the bag before
+        while (positions[prefetched] >= batch_.offsets[prefetched_bag + 1]) ++prefetched_bag;
+        prefetch_gradient(table, gradients_.offset(feature, prefetched_bag));
+        ++prefetched_bag;
       }
       const float scale = gradients_.scale(positions[i], bag);
       const int64_t same = of_one_gradient(positions + i, n - i, bag, scale);
@@ -256,10 +261,10 @@ class Update {
   }
 
   // Prefetches the first lines of a gradient; the processor prefetches later ones.
-  void prefetch_gradient(const TableView& table, int64_t place) const {
-    constexpr int64_t kMostBytes = 16 * kCacheLine;
-    const char* const from = gradients_.data() + place * element_size(kType);
-    prefetch_bytes(from, std::min<int64_t>(kMostBytes, table.dim() * element_size(kType)));
+  void prefetch_gradient(const TableView& table, int64_t offset) const {
+    constexpr int64_t kMaxBytes = 16 * kCacheLine;
+    const char* const from = gradients_.data() + offset * element_size(kType);
+    prefetch_bytes(from, std::min<int64_t>(kMaxBytes, table.dim() * element_size(kType)));
   }
 
   // How many of n positions, from the first on, are in the bag and have the same scale.
@@ -280,7 +285,7 @@ class Update {
   const float learning_rate_;
   const int threads_;
   const Partitions partitions_;
-  std::vector<uint8_t> alone_;  // by position, of tables with several partitions
+  std::vector<uint8_t> is_unique_;  // by position, of tables with several partitions
   int32_t widest_ = 0;
 };
 
@@ -288,7 +293,7 @@ template <RowType kType>
 void update_all(const TableView* tables, int32_t num_tables, const Batch& batch,
                 const int64_t* slots, const Gradients& gradients, const OptimizerConfig& optimizer,
                 float learning_rate, int threads) {
-  Update<kType>(tables, num_tables, batch, slots, gradients, optimizer, learning_rate, threads)
+  BatchUpdate<kType>(tables, num_tables, batch, slots, gradients, optimizer, learning_rate, threads)
       .run();
 }
 

@@ -33,85 +33,86 @@ class Victims {
       ranks_.emplace_back(tables[t], pinned_from);
       buckets += tables[t].num_buckets;
     }
-    if (buckets <= missing) kept_.resize(buckets);
+    if (buckets <= missing) cache_.resize(buckets);
   }
 
   // The victim in two full buckets, or no slot.
   Victim lowest(int32_t t, const BucketChoice& choice) {
-    if (kept_.empty()) return lowest_rank(tables_[t], ranks_[t], choice);
+    if (cache_.empty()) return lowest_rank(tables_[t], ranks_[t], choice);
     return lower_rank(lowest_in(t, choice.first), lowest_in(t, choice.second));
   }
 
   // Removes the victim from the list: another id is placed in its slot.
-  void leaves(int32_t t, int64_t slot) {
-    if (kept_.empty()) return;
+  void remove(int32_t t, int64_t slot) {
+    if (cache_.empty()) return;
     const auto slots = static_cast<uint64_t>(tables_[t].bucket_slots);
     const auto bucket = static_cast<uint32_t>(static_cast<uint64_t>(slot) / slots);
     const auto position = static_cast<int32_t>(static_cast<uint64_t>(slot) % slots);
-    const Kept kept = load(t, bucket);
-    const uint64_t others = kept.positions & ~(uint64_t{1} << position);
-    store(t, bucket, Kept{others, kept.rank, others != 0});
+    const BucketVictims cached = load(t, bucket);
+    const uint64_t others = cached.positions & ~(uint64_t{1} << position);
+    store(t, bucket, BucketVictims{others, cached.rank, others != 0});
   }
 
   // Prefetches what lowest() will read.
   void prefetch(int32_t t, const BucketChoice& choice) const {
     const TableView& table = tables_[t];
-    if (kept_.empty()) {
+    if (cache_.empty()) {
       prefetch_ranks(table, ranks_[t], choice.first);
       prefetch_ranks(table, ranks_[t], choice.second);
       return;
     }
     for (const uint32_t bucket : {choice.first, choice.second}) {
-      const Kept kept = load(t, bucket);
+      const BucketVictims cached = load(t, bucket);
       // With several positions, the list stays valid after one is used.
-      if ((kept.positions & (kept.positions - 1)) == 0) prefetch_ranks(table, ranks_[t], bucket);
+      if ((cached.positions & (cached.positions - 1)) == 0)
+        prefetch_ranks(table, ranks_[t], bucket);
     }
   }
 
  private:
-  struct Kept {
+  struct BucketVictims {
     uint64_t positions;
     Rank rank;
     bool known;
   };
 
   Victim lowest_in(int32_t t, uint32_t bucket) {
-    Kept kept = load(t, bucket);
-    if (!kept.known) {
-      const Lowest lowest = lowest_rank_in(tables_[t], ranks_[t], bucket);
-      kept = Kept{lowest.positions, lowest.rank, true};
-      store(t, bucket, kept);
+    BucketVictims cached = load(t, bucket);
+    if (!cached.known) {
+      const LowestRank lowest = lowest_rank_in(tables_[t], ranks_[t], bucket);
+      cached = BucketVictims{lowest.positions, lowest.rank, true};
+      store(t, bucket, cached);
     }
-    return Lowest{kept.positions, kept.rank}.first(first_slot_of(tables_[t], bucket));
+    return LowestRank{cached.positions, cached.rank}.first(first_slot_of(tables_[t], bucket));
   }
 
   // Atomic, because a prefetch may read it while another thread writes it.
-  Kept load(int32_t t, uint32_t bucket) const {
-    const Words& words = kept_[starts_[t] + bucket];
-    const uint64_t positions = std::atomic_ref(words.positions).load(std::memory_order_relaxed);
-    const uint64_t rank = std::atomic_ref(words.rank).load(std::memory_order_relaxed);
-    const uint64_t step = std::atomic_ref(words.step).load(std::memory_order_relaxed);
-    return Kept{positions, {rank, static_cast<uint32_t>(step)}, step >> 32 != 0};
+  BucketVictims load(int32_t t, uint32_t bucket) const {
+    const PackedVictims& packed = cache_[starts_[t] + bucket];
+    const uint64_t positions = std::atomic_ref(packed.positions).load(std::memory_order_relaxed);
+    const uint64_t rank = std::atomic_ref(packed.rank).load(std::memory_order_relaxed);
+    const uint64_t step = std::atomic_ref(packed.step).load(std::memory_order_relaxed);
+    return BucketVictims{positions, {rank, static_cast<uint32_t>(step)}, step >> 32 != 0};
   }
 
-  void store(int32_t t, uint32_t bucket, const Kept& kept) {
-    Words& words = kept_[starts_[t] + bucket];
-    const uint64_t step = kept.rank.last_step | static_cast<uint64_t>(kept.known) << 32;
-    std::atomic_ref(words.positions).store(kept.positions, std::memory_order_relaxed);
-    std::atomic_ref(words.rank).store(kept.rank.score, std::memory_order_relaxed);
-    std::atomic_ref(words.step).store(step, std::memory_order_relaxed);
+  void store(int32_t t, uint32_t bucket, const BucketVictims& cached) {
+    PackedVictims& packed = cache_[starts_[t] + bucket];
+    const uint64_t step = cached.rank.last_step | static_cast<uint64_t>(cached.known) << 32;
+    std::atomic_ref(packed.positions).store(cached.positions, std::memory_order_relaxed);
+    std::atomic_ref(packed.rank).store(cached.rank.score, std::memory_order_relaxed);
+    std::atomic_ref(packed.step).store(step, std::memory_order_relaxed);
   }
 
-  struct Words {
+  struct PackedVictims {
     mutable uint64_t positions = 0;
     mutable uint64_t rank = 0;
     mutable uint64_t step = 0;  // and above it whether the entry is valid
   };
 
   const TableView* tables_;
-  std::vector<int64_t> starts_;    // of each table's buckets
-  std::vector<TableRanks> ranks_;  // of each table
-  std::vector<Words> kept_;        // of each bucket; empty: nothing is cached
+  std::vector<int64_t> starts_;       // of each table's buckets
+  std::vector<TableRanks> ranks_;     // of each table
+  std::vector<PackedVictims> cache_;  // of each bucket; empty: nothing is cached
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

@@ -23,13 +23,13 @@ enum class WordOrder {
 // Computed once a call for each table, since the step of a call and its half-life do not change.
 struct WordRanks {
   WordRanks() = default;
-  WordRanks(const Ranking& its_ranking, uint32_t window_begin, uint32_t first_pinned)
-      : ranking(its_ranking), pinned_from(first_pinned), begin(window_begin) {
+  WordRanks(const Ranking& table_ranking, uint32_t window_begin, uint32_t first_pinned)
+      : ranking(table_ranking), pinned_from(first_pinned), begin(window_begin) {
     const uint32_t first = pinned_from > begin ? pinned_from - begin : 0;
-    last_free = static_cast<int32_t>(std::min(first, CountedSteps::kWindow)) - 1;
+    last_unpinned = static_cast<int32_t>(std::min(first, CountedSteps::kWindow)) - 1;
     if (!ranking.aged) return;
     order = ranking.half_life == 0 ? WordOrder::kStep : WordOrder::kRank;
-    const auto last = static_cast<uint32_t>(std::max(last_free, 0));
+    const auto last = static_cast<uint32_t>(std::max(last_unpinned, 0));
     short_ranks = ShortRanks(ranking, last);
     high_ranks = HighRanks(ranking, last);
   }
@@ -47,7 +47,7 @@ struct WordRanks {
   Ranking ranking{};
   uint32_t pinned_from = 0;
   uint32_t begin = 0;
-  int32_t last_free = -1;  // the largest distance that is not pinned; -1: all are
+  int32_t last_unpinned = -1;  // the largest distance that is not pinned; -1: all are
   WordOrder order = WordOrder::kCount;
   ShortRanks short_ranks;
   HighRanks high_ranks;
@@ -58,7 +58,7 @@ struct WordRanks {
 };
 
 // The words of a bucket that have the lowest number, pinned ones included unless said otherwise.
-struct FoundWords {
+struct LowestWords {
   uint64_t positions;  // one bit each
   bool differ;         // whether these words differ, if ordered by kRank
   bool far;            // whether a word has kIsFar; nothing else is valid then

@@ -10,8 +10,8 @@ __global__ void __launch_bounds__(kWarp)
   tick_warp(clock, tick);
 }
 
-__global__ void release_kernel(Clock* clock, int32_t place, uint32_t generation) {
-  release_pin(*clock, place, generation);
+__global__ void release_kernel(Clock* clock, int32_t pin_index, uint32_t generation) {
+  release_pin(*clock, pin_index, generation);
 }
 
 }  // namespace
@@ -21,8 +21,8 @@ void tick(Clock* clock, const Tick& tick, cudaStream_t stream) {
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void release(Clock* clock, int32_t place, uint32_t generation, cudaStream_t stream) {
-  release_kernel<<<1, 1, 0, stream>>>(clock, place, generation);
+void release(Clock* clock, int32_t pin_index, uint32_t generation, cudaStream_t stream) {
+  release_kernel<<<1, 1, 0, stream>>>(clock, pin_index, generation);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -15,8 +15,8 @@ __device__ __forceinline__ void tick_warp(Clock* clock, const Tick& tick) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t now = next_step(clock->now, tick);
   uint32_t oldest = now;
-  for (int32_t place = lane; place < kMaxPins; place += kWarp) {
-    oldest = min(oldest, tick_pin(*clock, tick, place, now));
+  for (int32_t pin_index = lane; pin_index < kMaxPins; pin_index += kWarp) {
+    oldest = min(oldest, tick_pin(*clock, tick, pin_index, now));
   }
   oldest = __reduce_min_sync(kAllLanes, oldest);  // all lanes have read `now` too
   if (lane != 0) return;

@@ -12,7 +12,7 @@ namespace torchrec_hkv::hash_table::cuda {
 
 // The entry of a slot. Its address takes a few instructions, so keep it if both id and step are
 // needed.
-struct Entry {
+struct PackedEntry {
   uint32_t* word;  // of the step
   uint32_t at;     // number of the slot in its sector
 
@@ -28,17 +28,18 @@ struct Entry {
 };
 
 // position: in the bucket.
-__device__ __forceinline__ Entry entry_at(const TableView& table, int64_t bucket,
-                                          uint32_t position) {
+__device__ __forceinline__ PackedEntry entry_at(const TableView& table, int64_t bucket,
+                                                uint32_t position) {
   const uint32_t third = position * 171 >> 9;  // position / 3, exact below 128
-  return Entry{
+  return PackedEntry{
       table.entries.sectors_of(bucket) + (position + third * (kSectorWords - kSectorSlots)),
       position - third * kSectorSlots};
 }
-__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t bucket, int64_t slot) {
+__device__ __forceinline__ PackedEntry entry_of(const TableView& table, int64_t bucket,
+                                                int64_t slot) {
   return entry_at(table, bucket, static_cast<uint32_t>(slot - bucket * table.bucket_slots));
 }
-__device__ __forceinline__ Entry entry_of(const TableView& table, int64_t slot) {
+__device__ __forceinline__ PackedEntry entry_of(const TableView& table, int64_t slot) {
   return entry_of(table, table.entries.bucket_of(slot), slot);
 }
 __device__ __forceinline__ uint16_t* digest_of_slot(const TableView& table, int64_t slot) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ uint16_t* digest_of_slot(const TableView& table, int6
 
 // Whether an entry with the digest of the id holds the id. kOnce: the data should not occupy L1.
 template <bool kOnce>
-__device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
+__device__ __forceinline__ bool is_entry_of(const PackedEntry& entry, uint64_t hash) {
   uint32_t low;
   uint16_t high;
   if (kOnce) {
@@ -58,20 +59,20 @@ __device__ __forceinline__ bool is_entry_of(const Entry& entry, uint64_t hash) {
     low = *entry.low();
     high = *entry.high();
   }
-  const PackedId mine = pack_hash(hash);
-  if (low != mine.low || high != mine.high) return false;
+  const PackedId packed = pack_hash(hash);
+  if (low != packed.low || high != packed.high) return false;
   if (!is_flagged_digest(digest_of(raw_digest(hash)))) return true;
-  return ((load_l2(entry.flags()) & entry.flag()) != 0) == mine.flag;
+  return ((load_l2(entry.flags()) & entry.flag()) != 0) == packed.flag;
 }
 
 // Writes the id, but not its digest and step.
-__device__ __forceinline__ void write_packed_id(const Entry& entry, uint64_t hash) {
-  const PackedId mine = pack_hash(hash);
-  *entry.low() = mine.low;
-  *entry.high() = mine.high;
+__device__ __forceinline__ void write_packed_id(const PackedEntry& entry, uint64_t hash) {
+  const PackedId packed = pack_hash(hash);
+  *entry.low() = packed.low;
+  *entry.high() = packed.high;
   if (!is_flagged_digest(digest_of(raw_digest(hash)))) return;
   // The sector's other slots may be claimed at the same time.
-  if (mine.flag) {
+  if (packed.flag) {
     atomicOr(entry.flags(), entry.flag());
   } else {
     atomicAnd(entry.flags(), ~entry.flag());
@@ -80,7 +81,7 @@ __device__ __forceinline__ void write_packed_id(const Entry& entry, uint64_t has
 
 // The hash of the id of an entry with this digest. Reads L2, because other threads may just have
 // written it.
-__device__ __forceinline__ uint64_t hash_of_entry(const Entry& entry, uint16_t digest) {
+__device__ __forceinline__ uint64_t hash_of_entry(const PackedEntry& entry, uint16_t digest) {
   const uint16_t high = load_l2(entry.high());
   const uint32_t low = load_l2(entry.low());
   const bool flag = is_flagged_digest(digest) && (load_l2(entry.flags()) & entry.flag()) != 0;
@@ -114,11 +115,12 @@ __device__ __forceinline__ void write_id(const TableView& table, int64_t slot, i
 // costs one write for each warp. lanes: the calling lanes, found by a vote of all lanes.
 // (__activemask may differ between lanes, and additions would be lost or doubled.)
 __device__ __forceinline__ void touch(unsigned lanes, const TableView& table, int64_t slot,
-                                      const Visit& visit, uint64_t given) {
+                                      const CallContext& context, uint64_t given) {
   const unsigned peers =
       __match_any_sync(lanes, static_cast<unsigned long long>(table.first_slot + slot));
-  if ((peers & ((1u << threadIdx.x % kWarp) - 1)) == 0) store_l2(step_of(table, slot), visit.now());
-  if (table.scores != nullptr) update_score_of_lanes(table, slot, peers, visit, given);
+  if ((peers & ((1u << threadIdx.x % kWarp) - 1)) == 0)
+    store_l2(step_of(table, slot), context.now());
+  if (table.scores != nullptr) update_score_of_lanes(table, slot, peers, context, given);
 }
 
 __device__ __forceinline__ Rank rank_of(const TableView& table, int64_t slot) {

@@ -5,8 +5,8 @@
 //
 // Counts are exact under LFU and epoch LFU, and equal to those of a CPU: sums saturate, so the
 // order of the additions does not matter. Under LFU a lookup without a given count adds without a
-// test, so that no thread waits for the old count. A stored count can then be above kMostCounts,
-// and counts as kMostCounts. Under "customized", the score of any of the positions is stored; in
+// test, so that no thread waits for the old count. A stored count can then be above kMaxCounts,
+// and counts as kMaxCounts. Under "customized", the score of any of the positions is stored; in
 // deterministic mode keep_last_scores then stores the last one of the batch.
 #pragma once
 
@@ -18,14 +18,14 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-// Both are at most kMostCounts.
+// Both are at most kMaxCounts.
 __device__ __forceinline__ uint64_t add_counts(uint64_t a, uint64_t b) {
-  return a + b > kMostCounts ? kMostCounts : a + b;
+  return a + b > kMaxCounts ? kMaxCounts : a + b;
 }
 
 __device__ __forceinline__ uint64_t load_score(const TableView& table, int64_t slot) {
   const uint64_t score = load_l2(reinterpret_cast<unsigned long long*>(&table.scores[slot]));
-  return counts_lookups(table.eviction) && score > kMostCounts ? kMostCounts : score;
+  return counts_lookups(table.eviction) && score > kMaxCounts ? kMaxCounts : score;
 }
 
 // Adds to a count of 63 bits that saturates. The addition comes first, so that nothing waits for a
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_to_count(unsigned long long* score, uint64_t
   constexpr uint64_t kSmall = uint64_t{1} << 32;
   if (given < kSmall) {
     const unsigned long long old = atomicAdd(score, static_cast<unsigned long long>(given));
-    if (old + given > kMostCounts) atomicMin(score, static_cast<unsigned long long>(kMostCounts));
+    if (old + given > kMaxCounts) atomicMin(score, static_cast<unsigned long long>(kMaxCounts));
     return;
   }
   unsigned long long old = load_l2(score);
@@ -78,12 +78,13 @@ __device__ __forceinline__ void add_to_count_of_epoch(unsigned long long* score,
 // Updates the score of a slot for several lookups of one call. given: under frequency policies the
 // sum of their scores, otherwise the score of one of them. epoch: that of the call.
 __device__ __forceinline__ void update_score(const TableView& table, int64_t slot,
-                                             const Visit& visit, uint64_t given, uint32_t epoch) {
+                                             const CallContext& context, uint64_t given,
+                                             uint32_t epoch) {
   auto* const score = reinterpret_cast<unsigned long long*>(&table.scores[slot]);
   switch (table.eviction) {
     case Eviction::kLfu:
     case Eviction::kAgedLfu:
-      if (visit.scores == nullptr) {
+      if (context.scores == nullptr) {
         add_untested(score, given);
       } else {
         add_to_count(score, given);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
     default:
       // An exchange, because a write of a part of a sector is slower if ids are spread.
       atomicExch(score, static_cast<unsigned long long>(
-                            first_score(table.eviction, visit.now(), epoch, given)));
+                            first_score(table.eviction, context.now(), epoch, given)));
   }
 }
 
@@ -103,8 +104,8 @@ __device__ __forceinline__ void update_score(const TableView& table, int64_t slo
 __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given, bool all_ones) {
   if (all_ones) return static_cast<uint64_t>(__popc(peers));
   uint64_t sum = 0;
-  for (unsigned left = peers; left; left &= left - 1) {
-    sum = add_counts(sum, __shfl_sync(peers, given, __ffs(static_cast<int>(left)) - 1));
+  for (unsigned remaining = peers; remaining; remaining &= remaining - 1) {
+    sum = add_counts(sum, __shfl_sync(peers, given, __ffs(static_cast<int>(remaining)) - 1));
   }
   return sum;
 }
@@ -112,13 +113,13 @@ __device__ __forceinline__ uint64_t sum_of_peers(unsigned peers, uint64_t given,
 // Updates scores of one table for the calling lanes of a warp, once for each distinct slot. peers:
 // the lanes with the slot of this lane.
 __device__ __forceinline__ void update_score_of_lanes(const TableView& table, int64_t slot,
-                                                      unsigned peers, const Visit& visit,
+                                                      unsigned peers, const CallContext& context,
                                                       uint64_t given) {
   if (sums_scores(table.eviction)) {
-    given = sum_of_peers(peers, given, visit.scores == nullptr);
+    given = sum_of_peers(peers, given, context.scores == nullptr);
   }
   if ((peers & ((1u << threadIdx.x % kWarp) - 1)) != 0) return;
-  update_score(table, slot, visit, given, visit.epoch());
+  update_score(table, slot, context, given, context.epoch());
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,7 +1,7 @@
 #include <utility>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/small_sort.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -13,9 +13,9 @@ constexpr int kSortWarps = kSortThreads / kWarp;
 constexpr int kSortOfThread = SmallSort::kChunk / kSortThreads;
 
 // Tiles of a sort; few, because each pass sums their counts of digits.
-constexpr int64_t kMostTiles = 2048;
+constexpr int64_t kMaxTiles = 2048;
 // Chunks of a tile. The keys of a tile may all have one digit, which is counted in 16 bits.
-constexpr int64_t kMostChunks = 0xffff / SmallSort::kChunk;
+constexpr int64_t kMaxChunks = 0xffff / SmallSort::kChunk;
 
 // A block sorts its tiles by one digit. The counts of all tiles determine the places.
 __global__ void __launch_bounds__(kSortThreads)
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kSortThreads)
     uint32_t before = 0, all = 0;
 #pragma unroll 8
     for (uint32_t t = 0; t < used; ++t) {
-      const uint32_t those = digits[static_cast<size_t>(t) * kDigits + threadIdx.x];
-      all += those;
-      if (t < tile) before += those;
+      const uint32_t digit_count = digits[static_cast<size_t>(t) * kDigits + threadIdx.x];
+      all += digit_count;
+      if (t < tile) before += digit_count;
     }
     uint32_t keys;
     uint32_t place = before + Scan::before(scan, all, keys);
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(kSortThreads)
       }
       __syncthreads();
       for (int w = 0; w < kSortWarps; ++w) {
-        const uint32_t those = places[w][threadIdx.x];
+        const uint32_t digit_count = places[w][threadIdx.x];
         places[w][threadIdx.x] = place;
-        place += those;
+        place += digit_count;
       }
       __syncthreads();
 #pragma unroll
@@ -92,17 +92,17 @@ SmallSort SmallSort::of(int64_t most, int bits) {
   const int64_t chunks = max(int64_t{1}, (most + kChunk - 1) / kChunk);
   // Counts take passes * kDigits * 2 / tile bytes for each key, at most three.
   const int64_t least = sort.passes > 3 ? (sort.passes + 2) / 3 : 1;
-  const int64_t wanted = max(least, (chunks + kMostTiles - 1) / kMostTiles);
-  sort.tile = static_cast<uint32_t>(min(wanted, kMostChunks)) * kChunk;
+  const int64_t wanted = max(least, (chunks + kMaxTiles - 1) / kMaxTiles);
+  sort.tile = static_cast<uint32_t>(min(wanted, kMaxChunks)) * kChunk;
   sort.tiles = static_cast<uint32_t>(max(int64_t{1}, (most + sort.tile - 1) / sort.tile));
   return sort;
 }
 
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
-                cudaStream_t stream, unsigned most_blocks) {
+                cudaStream_t stream, unsigned max_blocks) {
   for (int pass = 0; pass < sort.passes; ++pass) {
-    launch_chained(sort_pass_kernel, min(sort.tiles, most_blocks), kSortThreads, stream,
-                   pairs->pairs, pairs->other, number, sort, pass);
+    launch_dependent(sort_pass_kernel, min(sort.tiles, max_blocks), kSortThreads, stream,
+                     pairs->pairs, pairs->other, number, sort, pass);
     std::swap(pairs->pairs, pairs->other);
   }
 }

@@ -51,14 +51,14 @@ struct SmallSort {
 };
 
 // Sorts the first *number pairs, whose keys the caller has counted for the first pass. The number
-// of passes determines the half that holds the result. most_blocks: of a pass; fewer if few pairs
+// of passes determines the half that holds the result. max_blocks: of a pass; fewer if few pairs
 // are expected, because idle blocks delay concurrent kernels.
 void sort_small(SortedPairs* pairs, const uint32_t* number, const SmallSort& sort,
-                cudaStream_t stream, unsigned most_blocks = ~0u);
+                cudaStream_t stream, unsigned max_blocks = ~0u);
 
 // State of a listing, through which a block learns what earlier blocks have listed. Initially
 // zeros.
-struct BlockOrder {
+struct LookbackState {
   unsigned long long* states;  // [blocks]
   uint32_t* ticket;
 };
@@ -73,36 +73,36 @@ inline int64_t listing_blocks(int64_t n, int of_thread = kListedOfThread,
 }
 
 // A block publishes the number of its elements, then that of all blocks up to itself.
-constexpr unsigned long long kOwnNumber = 1ull << 32;     // its own
-constexpr unsigned long long kPrefixNumber = 1ull << 33;  // of the block and all earlier blocks
-constexpr unsigned long long kNumberBits = kOwnNumber - 1;
+constexpr unsigned long long kAggregate = 1ull << 32;        // its own
+constexpr unsigned long long kInclusivePrefix = 1ull << 33;  // of the block and all earlier blocks
+constexpr unsigned long long kValueMask = kAggregate - 1;
 
 // The number of elements that all earlier blocks have listed. Called by all lanes of one warp.
 __device__ __forceinline__ uint32_t look_back(unsigned long long* states, int64_t block,
-                                              uint32_t own) {
+                                              uint32_t aggregate) {
   const int lane = threadIdx.x % kWarp;
   uint32_t before = 0;
   if (block > 0) {
-    if (lane == 0) atomicExch(&states[block], kOwnNumber | own);
+    if (lane == 0) atomicExch(&states[block], kAggregate | aggregate);
     for (int64_t first = block - 1;; first -= kWarp) {
       const int64_t at = first - lane;
-      unsigned long long state = kPrefixNumber;  // before the first block there is nothing
+      unsigned long long state = kInclusivePrefix;  // before the first block there is nothing
       while (at >= 0 && (state = load_l2(&states[at])) == 0) {
       }
-      const unsigned ends = __ballot_sync(kAllLanes, (state & kPrefixNumber) != 0);
+      const unsigned ends = __ballot_sync(kAllLanes, (state & kInclusivePrefix) != 0);
       const int last = ends != 0 ? __ffs(static_cast<int>(ends)) - 1 : kWarp - 1;
       before += __reduce_add_sync(kAllLanes,
-                                  lane <= last ? static_cast<uint32_t>(state & kNumberBits) : 0u);
+                                  lane <= last ? static_cast<uint32_t>(state & kValueMask) : 0u);
       if (ends != 0) break;
     }
   }
-  if (lane == 0) atomicExch(&states[block], kPrefixNumber | (before + own));
+  if (lane == 0) atomicExch(&states[block], kInclusivePrefix | (before + aggregate));
   return before;
 }
 
 // The number of a block in the listing. Blocks are numbered in the order in which they begin, so
 // that earlier blocks are running. Called by all threads of a block.
-__device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
+__device__ __forceinline__ int64_t take_block(const LookbackState& order) {
   __shared__ uint32_t number;
   if (threadIdx.x == 0) number = atomicAdd(order.ticket, 1u);
   __syncthreads();
@@ -110,7 +110,7 @@ __device__ __forceinline__ int64_t take_block(const BlockOrder& order) {
 }
 
 // list_in_order's default `note`.
-struct NotesNothing {
+struct NoOpNote {
   __device__ __forceinline__ void operator()(int64_t, unsigned) const {}
 };
 
@@ -119,8 +119,8 @@ struct NotesNothing {
 // finish(total number). wanted is called once for each position. One thread calls note(position,
 // bits) for each 32 positions that begin at `position`: bit i says whether position + i is listed.
 template <int kOfThread = kListedOfThread, int kListers = kListThreads, typename Wanted,
-          typename Emit, typename Finish, typename Note = NotesNothing>
-__device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const BlockOrder& order,
+          typename Emit, typename Finish, typename Note = NoOpNote>
+__device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const LookbackState& order,
                                               const Wanted& wanted, const Emit& emit,
                                               const Finish& finish, const Note& note = Note()) {
   constexpr int kWarps = kListers / kWarp;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
   }
   __syncthreads();
   const bool counts = threadIdx.x < kOfThread * kWarps;
-  uint32_t own;
-  const uint32_t first = Scan::before(scan, counts ? firsts[threadIdx.x] : 0u, own);
+  uint32_t aggregate;
+  const uint32_t first = Scan::before(scan, counts ? firsts[threadIdx.x] : 0u, aggregate);
   if (counts) firsts[threadIdx.x] = first;
   __syncthreads();
 #pragma unroll
@@ -157,14 +157,15 @@ __device__ __forceinline__ void list_in_order(int64_t n, int64_t block, const Bl
     }
   }
   if (warp == 0) {
-    const uint32_t before = look_back(order.states, block, own);
+    const uint32_t before = look_back(order.states, block, aggregate);
     if (lane == 0) {
       block_first = before;
-      if (begin + kListed >= n) finish(before + own);
+      if (begin + kListed >= n) finish(before + aggregate);
     }
   }
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < own; i += kListers) emit(block_first + i, begin + chosen[i]);
+  for (uint32_t i = threadIdx.x; i < aggregate; i += kListers)
+    emit(block_first + i, begin + chosen[i]);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -23,12 +23,12 @@ tensor_train::TableCpu table_of(const TensorTrainShape& shape) {
   table.rows = shape.rows;
   table.cores = static_cast<int32_t>(cores);
   table.r[0] = table.r[cores] = 1;
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   for (size_t k = 0; k < cores; ++k) {
     const int64_t before = k == 0 ? 1 : shape.ranks[k - 1];
     const int64_t after = k + 1 == cores ? 1 : shape.ranks[k];
     TORCH_CHECK_VALUE(before <= 1 << 14 && after <= 1 << 14 && shape.q[k] <= 1 << 14 &&
-                          before * shape.q[k] * after <= kMost / 4,
+                          before * shape.q[k] * after <= kMax / 4,
                       "table '", shape.name, "' has a core of slices of ", before, " x ",
                       shape.q[k], " x ", after,
                       " elements, but factors and ranks must be at most 16384 and a slice must "

@@ -15,12 +15,12 @@ namespace {
 using tensor_train::TableCpu;
 using tensor_train::cuda::CoreView;
 using tensor_train::cuda::HeadView;
-using CudaTable = tensor_train::cuda::TableView;
+using CudaTable = tensor_train::cuda::TableCuda;
 
-constexpr int32_t kMostRank = 256;
+constexpr int32_t kMaxRank = 256;
 
 // Assigns offsets in one piece of memory, each aligned for any kernel.
-class Layout {
+class WorkspaceLayout {
  public:
   size_t take(size_t bytes) {
     constexpr size_t kAlignment = 256;
@@ -51,24 +51,24 @@ void check_ranks(const TensorTrainGroup& group) {
   for (int32_t t = 0; t < group.num_tables(); ++t) {
     const TableCpu& table = group.table(t);
     for (const int32_t rank : {table.head_r(), table.last_r()}) {
-      TORCH_CHECK_VALUE(rank <= kMostRank, "table '", group.name(t), "' has rank ", rank,
+      TORCH_CHECK_VALUE(rank <= kMaxRank, "table '", group.name(t), "' has rank ", rank,
                         ", but on a GPU the ranks beside the last two cores must be at most ",
-                        kMostRank, ".");
+                        kMaxRank, ".");
     }
   }
 }
 
 // Byte offsets in `zeros` of the gradient and the flags of each core, and of heads of four cores.
 // Values of heads are in their own memory.
-struct Places {
+struct WorkspaceOffsets {
   std::vector<size_t> gradient, touched;                         // of each core
   std::vector<size_t> head_gradient, head_touched, head_values;  // of each table
   int64_t zeros = 0, values = 0;
 };
 
-Places place_buffers(const TensorTrainGroup& group) {
-  Places places;
-  Layout zeros, values;
+WorkspaceOffsets place_buffers(const TensorTrainGroup& group) {
+  WorkspaceOffsets places;
+  WorkspaceLayout zeros, values;
   for (int32_t t = 0; t < group.num_tables(); ++t) {
     const TableCpu& table = group.table(t);
     for (int32_t k = 0; k < table.cores; ++k) {
@@ -107,7 +107,7 @@ CudaTable shape_view(const TableCpu& table, RowType type) {
 // Sets the pointers in a plan's views of tables and heads.
 void point_to_cores(const TensorTrainGroup& group, RowType type, TensorTrainPlan* plan,
                     std::vector<CudaTable>* views) {
-  const Places places = place_buffers(group);
+  const WorkspaceOffsets places = place_buffers(group);
   plan->zeros = at::zeros({places.zeros}, bytes_on(plan->device));
   plan->memory.push_back(at::empty({places.values}, bytes_on(plan->device)));
   auto* const zeros = static_cast<char*>(plan->zeros.mutable_data_ptr());
@@ -188,7 +188,7 @@ std::shared_ptr<TensorTrainPlan> make_plan(const TensorTrainGroup& group, c10::D
   if (!cores.empty()) point_to_cores(group, type, plan.get(), &views);
   plan->kernels = tensor_train::cuda::plan_tables(views.data(), group.num_tables());
 
-  Layout layout;
+  WorkspaceLayout layout;
   const size_t of_views = views.size() * sizeof(CudaTable);
   const size_t of_features = columns.size() * sizeof(int32_t);
   const size_t at_views = layout.take(of_views);
@@ -253,7 +253,7 @@ std::shared_ptr<TensorTrainPlan> TensorTrainPlans::find(const TensorTrainGroup& 
     return plans_.back();
   }
   std::shared_ptr<TensorTrainPlan> made = make_plan(group, device, dtype, cores);
-  if (plans_.size() == kMost) plans_.erase(plans_.begin());
+  if (plans_.size() == kMax) plans_.erase(plans_.begin());
   plans_.push_back(made);
   return made;
 }

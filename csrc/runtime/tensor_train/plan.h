@@ -55,7 +55,7 @@ class TensorTrainPlans {
   at::Tensor outside(c10::Device device);
 
  private:
-  static constexpr size_t kMost = 8;  // maximal number of kept plans
+  static constexpr size_t kMax = 8;  // maximal number of kept plans
   std::mutex mutex_;
   std::vector<std::shared_ptr<TensorTrainPlan>> plans_;  // the most recently used plan is last
   std::vector<at::Tensor> outside_;                      // one per device

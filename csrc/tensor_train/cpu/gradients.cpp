@@ -20,12 +20,12 @@ constexpr int64_t kBlock = 64;
 // has its own sums for them, which are added at the end in the order of the parts. The number of
 // parts depends on the work only, not on the threads, so the result is bit-reproducible.
 int64_t number_of_parts(int64_t work, int64_t private_floats) {
-  constexpr int64_t kMostParts = 16, kMostFloats = int64_t{1} << 26;
+  constexpr int64_t kMaxParts = 16, kMaxFloats = int64_t{1} << 26;
   const int64_t floats = std::max<int64_t>(private_floats, 1);
-  return std::clamp<int64_t>(std::min(work / (8 * floats), kMostFloats / floats), 1, kMostParts);
+  return std::clamp<int64_t>(std::min(work / (8 * floats), kMaxFloats / floats), 1, kMaxParts);
 }
 
-std::vector<uint8_t> group_begins(const Step& step, const std::vector<int64_t>& middles) {
+std::vector<uint8_t> group_begins(const CoreProduct& step, const std::vector<int64_t>& middles) {
   std::vector<uint8_t> begins(middles.size(), 1);
   if (step.middles == nullptr) return begins;  // without a middle, each prefix is a group
   for (size_t i = 1; i < middles.size(); ++i) begins[i] = middles[i] != middles[i - 1];
@@ -34,13 +34,13 @@ std::vector<uint8_t> group_begins(const Step& step, const std::vector<int64_t>& 
 
 // Adds the sums of the parts, in order, to out[slice] for touched slices. Sets the parts to zero
 // and keeps their memory.
-void add_parts(std::vector<ZeroedFloats> parts, const uint8_t* touched, int64_t slices,
+void add_parts(std::vector<ZeroedBuffer> parts, const uint8_t* touched, int64_t slices,
                int64_t rows, int64_t row, int64_t row_stride, float* out, int threads) {
   const int64_t grain = std::max<int64_t>(1, 16384 / (rows * row));
   parallel_for(slices, grain, threads, [&](int64_t begin, int64_t end) {
     for (int64_t slice = begin; slice < end; ++slice) {
       if (!touched[slice]) continue;
-      for (const ZeroedFloats& part : parts) {
+      for (const ZeroedBuffer& part : parts) {
         for (int64_t i = 0; i < rows; ++i) {
           float* const from = part.data() + (slice * rows + i) * row_stride;
           float* const to = out + (slice * rows + i) * row;
@@ -50,11 +50,11 @@ void add_parts(std::vector<ZeroedFloats> parts, const uint8_t* touched, int64_t 
       }
     }
   });
-  for (ZeroedFloats& part : parts) part.keep();
+  for (ZeroedBuffer& part : parts) part.keep();
 }
 
-std::vector<ZeroedFloats> zeros(int64_t parts, int64_t size) {
-  std::vector<ZeroedFloats> all;
+std::vector<ZeroedBuffer> zeros(int64_t parts, int64_t size) {
+  std::vector<ZeroedBuffer> all;
   for (int64_t part = 0; part < parts; ++part) all.emplace_back(size);
   return all;
 }
@@ -62,12 +62,12 @@ std::vector<ZeroedFloats> zeros(int64_t parts, int64_t size) {
 // The backward of one step. fill(part, tile, first prefix, last prefix) adds the gradients of the
 // products to the tile. head_out: [head_count][head_size]; middle_out: gradient of the middle core.
 template <typename Fill>
-void step_backward(const Step& step, const std::vector<int64_t>& heads,
+void step_backward(const CoreProduct& step, const std::vector<int64_t>& heads,
                    const std::vector<int64_t>& middles, const std::vector<int64_t>& bounds,
                    int64_t head_count, float* head_out, float* middle_out, int threads,
                    const Fill& fill) {
   const auto parts = static_cast<int64_t>(bounds.size()) - 1;
-  std::vector<ZeroedFloats> of_heads = zeros(parts, head_count * step.head_size());
+  std::vector<ZeroedBuffer> of_heads = zeros(parts, head_count * step.head_size());
   parallel_for(parts, 1, threads, [&](int64_t begin, int64_t end) {
     PrefixTile tile(step, /*backward=*/true);
     for (int64_t part = begin; part < end; ++part) {
@@ -95,7 +95,7 @@ void step_backward(const Step& step, const std::vector<int64_t>& heads,
 // Adds the gradients of distinct ids to the gradients of their prefix and of their last slices.
 class IdGradients {
  public:
-  IdGradients(const TableCpu& table, const BatchCpu& batch, const Places& places,
+  IdGradients(const TableCpu& table, const BatchCpu& batch, const BatchPositions& places,
               const int64_t* order, const float* grad)
       : table_(table),
         batch_(batch),
@@ -169,7 +169,7 @@ class IdGradients {
 
   const TableCpu& table_;
   const BatchCpu& batch_;
-  const Places& places_;
+  const BatchPositions& places_;
   const int64_t* order_;
   const float* grad_;
   const int32_t columns_;
@@ -197,7 +197,7 @@ void mark_touched(const TableCpu& table, const Directory& directory, const HeadP
 // For four cores: computes the gradients of the first two cores from those of their products.
 void pairs_backward(const TableCpu& table, const HeadPairs& pairs, const float* of_products,
                     float* const* out, int threads) {
-  const Step step = first_step(table);
+  const CoreProduct step = first_step(table);
   const auto count = static_cast<int64_t>(pairs.firsts.size());
   const std::vector<int64_t> costs(count, 1);
   const int64_t parts =
@@ -217,12 +217,12 @@ void pairs_backward(const TableCpu& table, const HeadPairs& pairs, const float* 
                 });
 }
 
-void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places& places,
+void table_gradients(const TableCpu& table, const BatchCpu& batch, const BatchPositions& places,
                      const int64_t* order, int64_t begin, int64_t end, const float* grad,
                      float* const* out, uint8_t* const* touched, int threads) {
   const Directory directory = directory_of(table, batch, order, begin, end);
   HeadPairs pairs;
-  ZeroedFloats products(0);
+  ZeroedBuffer products(0);
   if (table.cores == 4) {
     pairs = head_pairs(table, directory.heads);
     products = pair_products(table, pairs, threads);
@@ -231,7 +231,7 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
   const std::vector<int64_t>& heads = table.cores == 4 ? pairs.numbers : directory.heads;
   const int64_t head_count =
       table.cores == 4 ? static_cast<int64_t>(pairs.firsts.size()) : table.p[0];
-  const Step step = last_step(table, products.data());
+  const CoreProduct step = last_step(table, products.data());
 
   // A prefix costs its product and two gradients; an id costs its part of two gradients and the
   // sums.
@@ -248,9 +248,9 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
   const int64_t parts = number_of_parts(work, head_count * step.head_size() + last_floats);
   const std::vector<int64_t> bounds =
       split_evenly(costs, group_begins(step, directory.middles), parts);
-  std::vector<ZeroedFloats> of_lasts = zeros(static_cast<int64_t>(bounds.size()) - 1, last_floats);
+  std::vector<ZeroedBuffer> of_lasts = zeros(static_cast<int64_t>(bounds.size()) - 1, last_floats);
 
-  ZeroedFloats of_products(table.cores == 4 ? head_count * step.head_size() : 0);
+  ZeroedBuffer of_products(table.cores == 4 ? head_count * step.head_size() : 0);
   float* const head_out = table.cores == 4 ? of_products.data() : out[0];
   float* const middle_out = table.has_middle() ? out[table.middle_core()] : nullptr;
   step_backward(step, heads, directory.middles, bounds, head_count, head_out, middle_out, threads,
@@ -274,7 +274,7 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
 
 void gradients(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                const float* grad, const CoreGradients& out, int threads) {
-  const Places places = places_of(tables, batch);
+  const BatchPositions places = places_of(tables, batch);
   for (int32_t t = 0; t < batch.tables; ++t) {
     const int64_t begin = places.table_starts[t], end = places.table_starts[t + 1];
     if (begin == end) continue;

@@ -9,7 +9,7 @@
 namespace torchrec_hkv::tensor_train::cpu {
 namespace {
 
-struct Entry {
+struct IndexEntry {
   uint64_t key;
   int64_t position;
 };
@@ -24,27 +24,27 @@ uint64_t key_of(const TableCpu& table, int64_t id) {
 }
 
 // A stable sort, least significant digit first.
-void radix_sort(std::vector<Entry>& entries, std::vector<Entry>& scratch) {
+void radix_sort(std::vector<IndexEntry>& entries, std::vector<IndexEntry>& scratch) {
   constexpr int kBits = 11;
   constexpr uint64_t kBuckets = uint64_t{1} << kBits;
   uint64_t all = 0;
-  for (const Entry& entry : entries) all |= entry.key;
+  for (const IndexEntry& entry : entries) all |= entry.key;
   scratch.resize(entries.size());
   for (int shift = 0; shift < 64 && all >> shift != 0; shift += kBits) {
     std::array<int64_t, kBuckets> starts{};
-    for (const Entry& entry : entries) ++starts[entry.key >> shift & (kBuckets - 1)];
+    for (const IndexEntry& entry : entries) ++starts[entry.key >> shift & (kBuckets - 1)];
     int64_t sum = 0;
     for (int64_t& start : starts) sum += std::exchange(start, sum);
-    for (const Entry& entry : entries) {
+    for (const IndexEntry& entry : entries) {
       scratch[starts[entry.key >> shift & (kBuckets - 1)]++] = entry;
     }
     entries.swap(scratch);
   }
 }
 
-void sort_entries(std::vector<Entry>& entries, std::vector<Entry>& scratch) {
+void sort_entries(std::vector<IndexEntry>& entries, std::vector<IndexEntry>& scratch) {
   if (entries.size() > 512) return radix_sort(entries, scratch);
-  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+  std::sort(entries.begin(), entries.end(), [](const IndexEntry& a, const IndexEntry& b) {
     return a.key != b.key ? a.key < b.key : a.position < b.position;
   });
 }
@@ -63,7 +63,7 @@ int64_t first_bad_id(const TableCpu* tables, const BatchCpu& batch) {
 }
 
 void sort_ids(const TableCpu* tables, const BatchCpu& batch, int64_t* order) {
-  std::vector<Entry> entries, scratch;
+  std::vector<IndexEntry> entries, scratch;
   for (int32_t t = 0; t < batch.tables; ++t) {
     entries.clear();
     for (int32_t f = 0; f < batch.features; ++f) {
@@ -74,12 +74,12 @@ void sort_ids(const TableCpu* tables, const BatchCpu& batch, int64_t* order) {
       }
     }
     sort_entries(entries, scratch);
-    for (const Entry& entry : entries) *order++ = entry.position;
+    for (const IndexEntry& entry : entries) *order++ = entry.position;
   }
 }
 
-Places places_of(const TableCpu* tables, const BatchCpu& batch) {
-  Places places;
+BatchPositions places_of(const TableCpu* tables, const BatchCpu& batch) {
+  BatchPositions places;
   places.bags.resize(batch.n());
   places.table_starts.assign(batch.tables + 1, 0);
   places.columns.resize(batch.features);
@@ -108,9 +108,9 @@ Directory directory_of(const TableCpu& table, const BatchCpu& batch, const int64
     const int64_t next = batch.ids[order[at]];
     if (next == id) continue;
     id = next;
-    const int64_t its_prefix = id / table.lasts();
-    if (its_prefix != prefix) {
-      prefix = its_prefix;
+    const int64_t entry_prefix = id / table.lasts();
+    if (entry_prefix != prefix) {
+      prefix = entry_prefix;
       directory.prefixes.push_back(directory.ids());
       directory.heads.push_back(prefix / table.middles());
       directory.middles.push_back(prefix % table.middles());
@@ -123,8 +123,8 @@ Directory directory_of(const TableCpu& table, const BatchCpu& batch, const int64
   return directory;
 }
 
-std::vector<Tile> tiles_of(const std::vector<int64_t>& middles, int64_t most) {
-  std::vector<Tile> tiles;
+std::vector<PrefixRange> prefix_ranges_of(const std::vector<int64_t>& middles, int64_t most) {
+  std::vector<PrefixRange> tiles;
   const auto prefixes = static_cast<int64_t>(middles.size());
   for (int64_t begin = 0; begin < prefixes;) {
     int64_t end = begin + 1;

@@ -9,16 +9,16 @@
 namespace torchrec_hkv::tensor_train::cpu {
 
 // The bag of each position, feature * batch_size + sample, and each table's part of `order`.
-struct Places {
+struct BatchPositions {
   std::vector<int64_t> bags;          // [n]
   std::vector<int64_t> table_starts;  // [tables + 1]
   std::vector<int64_t> columns;  // [features]: first column of the feature's rows in the output
   int64_t stride;                // columns of the output
 };
-Places places_of(const TableCpu* tables, const BatchCpu& batch);
+BatchPositions places_of(const TableCpu* tables, const BatchCpu& batch);
 
 // The factor by which a position's row is multiplied in the output.
-inline float factor_of(const BatchCpu& batch, const Places& places, int64_t position) {
+inline float factor_of(const BatchCpu& batch, const BatchPositions& places, int64_t position) {
   float factor = batch.weights != nullptr ? batch.weights[position] : 1.0f;
   if (batch.mean && batch.pooled) {
     const int64_t bag = places.bags[position];
@@ -28,7 +28,7 @@ inline float factor_of(const BatchCpu& batch, const Places& places, int64_t posi
 }
 
 // The place in the output of a position's row.
-inline int64_t target_of(const BatchCpu& batch, const Places& places, int64_t position) {
+inline int64_t target_of(const BatchCpu& batch, const BatchPositions& places, int64_t position) {
   if (!batch.pooled) return position * places.stride;
   const int64_t bag = places.bags[position];
   return bag % batch.batch_size * places.stride + places.columns[bag / batch.batch_size];
@@ -46,12 +46,13 @@ struct Directory {
 Directory directory_of(const TableCpu& table, const BatchCpu& batch, const int64_t* order,
                        int64_t begin, int64_t end);
 
-// A range of prefixes of one middle slice. tiles_of creates ranges of at most `most` prefixes.
-struct Tile {
+// A range of prefixes of one middle slice. prefix_ranges_of creates ranges of at most `most`
+// prefixes.
+struct PrefixRange {
   int64_t begin;
   int64_t end;
 };
-std::vector<Tile> tiles_of(const std::vector<int64_t>& middles, int64_t most);
+std::vector<PrefixRange> prefix_ranges_of(const std::vector<int64_t>& middles, int64_t most);
 
 // Splits [0, costs.size()) into at most `parts` ranges of about equal cost, which begin only at
 // indices that may_begin accepts. The result depends on the arguments only.

@@ -61,18 +61,18 @@ class RowMaker {
 };
 
 // Computes the rows of all distinct ids of a table, [ids][dim].
-ZeroedFloats distinct_rows(const TableCpu& table, const Directory& directory, int threads) {
+ZeroedBuffer distinct_rows(const TableCpu& table, const Directory& directory, int threads) {
   const int64_t dim = table.dim();
-  ZeroedFloats rows(directory.ids() * dim);
+  ZeroedBuffer rows(directory.ids() * dim);
   HeadPairs pairs;
-  ZeroedFloats products(0);
+  ZeroedBuffer products(0);
   if (table.cores == 4) {
     pairs = head_pairs(table, directory.heads);
     products = pair_products(table, pairs, threads);
   }
   const std::vector<int64_t>& heads = table.cores == 4 ? pairs.numbers : directory.heads;
-  const Step step = last_step(table, products.data());
-  const std::vector<Tile> tiles = tiles_of(directory.middles, step.tile_prefixes());
+  const CoreProduct step = last_step(table, products.data());
+  const std::vector<PrefixRange> tiles = prefix_ranges_of(directory.middles, step.tile_prefixes());
   parallel_for(static_cast<int64_t>(tiles.size()), 1, threads, [&](int64_t begin, int64_t end) {
     PrefixTile tile(step, /*backward=*/false);
     RowMaker maker(table);
@@ -93,13 +93,13 @@ ZeroedFloats distinct_rows(const TableCpu& table, const Directory& directory, in
 
 // Calls visit(table number, rows of its distinct ids, directory, first place, last place in order).
 template <typename Visit>
-void for_each_table(const TableCpu* tables, const BatchCpu& batch, const Places& places,
+void for_each_table(const TableCpu* tables, const BatchCpu& batch, const BatchPositions& places,
                     const int64_t* order, int threads, const Visit& visit) {
   for (int32_t t = 0; t < batch.tables; ++t) {
     const int64_t begin = places.table_starts[t], end = places.table_starts[t + 1];
     if (begin == end) continue;
     const Directory directory = directory_of(tables[t], batch, order, begin, end);
-    ZeroedFloats rows = distinct_rows(tables[t], directory, threads);
+    ZeroedBuffer rows = distinct_rows(tables[t], directory, threads);
     visit(t, rows.data(), directory);
     rows.clear_and_keep();
   }
@@ -121,7 +121,7 @@ void number_positions(const Directory& directory, const int64_t* order, int thre
 
 void lookup(const TableCpu* tables, const BatchCpu& batch, const int64_t* order, float* out,
             int threads) {
-  const Places places = places_of(tables, batch);
+  const BatchPositions places = places_of(tables, batch);
   std::vector<int64_t> numbers(batch.n());
   if (batch.pooled) std::fill_n(out, batch.batch_size * places.stride, 0.0f);
   for_each_table(tables, batch, places, order, threads,
@@ -151,7 +151,7 @@ void lookup(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
 
 void weights_gradient(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                       const float* grad, float* out, int threads) {
-  const Places places = places_of(tables, batch);
+  const BatchPositions places = places_of(tables, batch);
   BatchCpu unweighted = batch;
   unweighted.weights = nullptr;
   for_each_table(tables, batch, places, order, threads,

@@ -16,8 +16,8 @@ void widen(RowType type, const char* core, int64_t offset, int64_t n, float* out
   for (int64_t i = 0; i < n; ++i) out[i] = from_bfloat16(from[i]);
 }
 
-Step last_step(const TableCpu& table, const float* products) {
-  Step step{};
+CoreProduct last_step(const TableCpu& table, const float* products) {
+  CoreProduct step{};
   const bool from_products = table.cores == 4;
   step.head_type = from_products ? RowType::kFloat32 : table.type;
   step.heads = from_products ? reinterpret_cast<const char*>(products) : table.core[0];
@@ -30,12 +30,12 @@ Step last_step(const TableCpu& table, const float* products) {
   return step;
 }
 
-Step first_step(const TableCpu& table) {
+CoreProduct first_step(const TableCpu& table) {
   return {table.type, table.core[0], table.q[0], table.r[1],
           table.type, table.core[1], table.q[1], table.r[2]};
 }
 
-PrefixTile::PrefixTile(const Step& step, bool backward)
+PrefixTile::PrefixTile(const CoreProduct& step, bool backward)
     : step_(step), width_(step.width()), head_padded_(padded(step.head_r)), backward_(backward) {
   const int64_t rows = step.tile_prefixes() * step.head_q;
   products_.resize(rows * width_);
@@ -145,11 +145,11 @@ HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads) {
   return pairs;
 }
 
-ZeroedFloats pair_products(const TableCpu& table, const HeadPairs& pairs, int threads) {
-  const Step step = first_step(table);
+ZeroedBuffer pair_products(const TableCpu& table, const HeadPairs& pairs, int threads) {
+  const CoreProduct step = first_step(table);
   const int64_t size = step.product_size();
-  ZeroedFloats products(static_cast<int64_t>(pairs.firsts.size()) * size);
-  const std::vector<Tile> tiles = tiles_of(pairs.seconds, step.tile_prefixes());
+  ZeroedBuffer products(static_cast<int64_t>(pairs.firsts.size()) * size);
+  const std::vector<PrefixRange> tiles = prefix_ranges_of(pairs.seconds, step.tile_prefixes());
   parallel_for(static_cast<int64_t>(tiles.size()), 1, threads, [&](int64_t begin, int64_t end) {
     PrefixTile tile(step, /*backward=*/false);
     for (int64_t t = begin; t < end; ++t) {

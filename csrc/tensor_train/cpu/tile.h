@@ -7,7 +7,7 @@
 
 #include "tensor_train/cpu/gemm.h"
 #include "tensor_train/cpu/tables.h"
-#include "tensor_train/cpu/zeroed_memory.h"
+#include "tensor_train/cpu/zeroed_buffer.h"
 
 namespace torchrec_hkv::tensor_train::cpu {
 
@@ -16,7 +16,7 @@ void widen(RowType type, const char* core, int64_t offset, int64_t n, float* out
 
 // One multiplication by a core: prefix = head [head_q][head_r] x middle slice
 // [head_r][middle_q][middle_r].
-struct Step {
+struct CoreProduct {
   RowType head_type;
   const char* heads;  // slices in the order of their numbers
   int32_t head_q;
@@ -37,14 +37,14 @@ struct Step {
 
 // The step to the prefixes of a table, from its first core or, with four cores, from the products
 // of the first two, given as floats.
-Step last_step(const TableCpu& table, const float* products);
+CoreProduct last_step(const TableCpu& table, const float* products);
 // The step from the first core to the products of the first two, for four cores.
-Step first_step(const TableCpu& table);
+CoreProduct first_step(const TableCpu& table);
 
 // Buffers for one thread.
 class PrefixTile {
  public:
-  PrefixTile(const Step& step, bool backward);
+  PrefixTile(const CoreProduct& step, bool backward);
 
   // Computes the products of `count` heads, at most tile_prefixes(), with one middle slice, and
   // zeroes the gradients of the products.
@@ -63,7 +63,7 @@ class PrefixTile {
  private:
   void load_middle(int64_t middle);
 
-  const Step step_;
+  const CoreProduct step_;
   const int64_t width_;
   const int32_t head_padded_;
   const bool backward_;
@@ -87,6 +87,6 @@ struct HeadPairs {
 HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads);
 
 // The products of pairs, [pairs][q_1 q_2][r_2].
-ZeroedFloats pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
+ZeroedBuffer pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
 
 }  // namespace torchrec_hkv::tensor_train::cpu

@@ -53,7 +53,7 @@ struct KernelClass {
 };
 
 // A table in device memory, as kernels read it.
-struct TableView {
+struct TableCuda {
   // Filled in by the caller.
   const void* head;
   const void* middle;  // null: a table of two cores, whose prefixes are slices of the head
@@ -87,7 +87,7 @@ constexpr int kMaxClasses = 40;
 
 // Properties of a group of tables that launches need, on the host.
 struct Plan {
-  const TableView* tables = nullptr;  // on the device, filled in by plan_tables
+  const TableCuda* tables = nullptr;  // on the device, filled in by plan_tables
   int32_t num_tables = 0;
   uint64_t num_keys = 0;
   int64_t num_prefixes = 0;  // of all tables together
@@ -101,16 +101,16 @@ struct Plan {
   int32_t multiprocessors = 1;
   int32_t num_classes = 0;
   KernelClass classes[kMaxClasses];
-  int32_t blocks[kMaxClasses] = {};  // largest TableView::blocks of the class
+  int32_t blocks[kMaxClasses] = {};  // largest TableCuda::blocks of the class
 };
 
 // Selects the kernels of tables: fills in the rest of the TableViews, and returns a plan without
 // the device pointer. A plan is valid while shapes, types and the alignment of cores do not change.
 // Throws std::invalid_argument if ranks exceed 256 or ids 2^63.
-Plan plan_tables(TableView* tables, int32_t num_tables);
+Plan plan_tables(TableCuda* tables, int32_t num_tables);
 
 // The ids of one call: feature-major bags.
-struct Batch {
+struct BatchCuda {
   const int64_t* ids = nullptr;              // [num_ids]
   const int64_t* offsets = nullptr;          // [num_features * batch_size + 1], nondecreasing
   const float* weights = nullptr;            // [num_ids], or null
@@ -135,16 +135,16 @@ struct Batch {
 
 // Bytes of `index`, which index_batch fills and the other functions read, and of `scratch`. `index`
 // must live until the batch's gradients are done, `scratch` only during the call.
-size_t index_bytes(const Plan& plan, const Batch& batch);
-size_t index_scratch_bytes(const Plan& plan, const Batch& batch);
+size_t index_bytes(const Plan& plan, const BatchCuda& batch);
+size_t index_scratch_bytes(const Plan& plan, const BatchCuda& batch);
 // invalid: the number of ids out of range is added to it; may be null. out: the lookup's output, if
 // it exists already; index_batch zeroes it.
-void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratch, int64_t* invalid,
-                 float* out, cudaStream_t stream);
+void index_batch(const Plan& plan, const BatchCuda& batch, void* index, void* scratch,
+                 int64_t* invalid, float* out, cudaStream_t stream);
 
 // out: [num_rows][stride], written as a whole. cleared: whether index_batch has zeroed it.
-size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch);
-void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+size_t lookup_scratch_bytes(const Plan& plan, const BatchCuda& batch);
+void lookup(const Plan& plan, const BatchCuda& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream);
 
 // Integer sums of gradients for batch.deterministic: the gradient at grads + i is sums[i] / scale,
@@ -158,8 +158,8 @@ struct FixedPointSums {
 // Adds to the gradients of the tables and sets touched flags. grad: of the lookup's output,
 // [num_rows][stride], aligned to 16 bytes if batch.aligned. steps: incremented for the following
 // update unless there are no ids; may be null. sums: with batch.deterministic, replaces gradients.
-size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch);
-void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+size_t gradients_scratch_bytes(const Plan& plan, const BatchCuda& batch);
+void gradients(const Plan& plan, const BatchCuda& batch, Precision precision, const void* index,
                void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
                cudaStream_t stream);
 

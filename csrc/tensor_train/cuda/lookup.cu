@@ -13,21 +13,21 @@ namespace {
 constexpr int64_t kMaybeDense = int64_t{1} << 18;
 
 // Largest number of ids for which several tables use by_shares: the largest that was measured.
-constexpr int64_t kMostShared = int64_t{1} << 18;
+constexpr int64_t kMaxShared = int64_t{1} << 18;
 
 // Whether blocks process equal shares of the prefixes (share_kernel.cuh) instead of tiles.
-bool by_shares(const Plan& plan, const Batch& batch, bool backward) {
+bool by_shares(const Plan& plan, const BatchCuda& batch, bool backward) {
   const KernelClass& kernel = plan.classes[0];
   // If ranks match but q is unknown, tiles are as fast.
   const bool faster = kernel.fours || kernel.narrow || !kernel.lasts;
   const bool has_kernel = kernel.rank == 32 && kernel.small && faster;
   if (plan.num_classes != 1 || !has_kernel || unit_of(plan, batch) != 4) return false;
-  if (plan.num_tables != 1 && batch.num_ids > kMostShared) return false;
+  if (plan.num_tables != 1 && batch.num_ids > kMaxShared) return false;
   return !(backward && batch.deterministic);
 }
 
 // Whether gradients have a kernel for many ids per prefix, which skips batches that have fewer.
-bool has_dense_gradients(const Plan& plan, const Batch& batch) {
+bool has_dense_gradients(const Plan& plan, const BatchCuda& batch) {
   const KernelClass& kernel = plan.classes[0];
   if (batch.num_ids < kMaybeDense || batch.deterministic || plan.num_classes != 1) return false;
   if (!kernel.small || unit_of(plan, batch) != 4) return false;
@@ -35,19 +35,19 @@ bool has_dense_gradients(const Plan& plan, const Batch& batch) {
          (kernel.rank == 64 && has_dense_gradients_64(plan.only_lasts));
 }
 
-size_t slots_bytes(const Plan& plan, const Batch& batch) {
+size_t slots_bytes(const Plan& plan, const BatchCuda& batch) {
   constexpr size_t kAlignment = 256;  // of the memory after it
-  const size_t bytes = static_cast<size_t>(most_slots(batch)) * plan.widest * sizeof(float);
+  const size_t bytes = static_cast<size_t>(max_slots(batch)) * plan.widest * sizeof(float);
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
+TileInput tile_input(const Plan& plan, const BatchCuda& batch, const Index& index) {
   TileInput in = {};
   in.tables = plan.tables;
   in.one_table = plan.num_tables == 1;
   in.counts = index.counts;
   in.prefixes = index.prefixes;
-  in.most_prefixes = most_prefixes(plan, batch);
+  in.max_prefixes = max_prefixes(plan, batch);
   in.lasts = index.lasts;
   in.sources = index.sources;
   in.factors = index.factors;
@@ -57,7 +57,7 @@ TileInput tile_input(const Plan& plan, const Batch& batch, const Index& index) {
   return in;
 }
 
-void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool backward,
+void run_classes(const Plan& plan, const BatchCuda& batch, Precision precision, bool backward,
                  TileInput in, cudaStream_t stream) {
   TileRun run;
   run.precision = precision;
@@ -67,7 +67,7 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
   run.deterministic = batch.deterministic;
   run.may_be_dense = batch.num_ids >= kMaybeDense;
   run.num_ids = batch.num_ids;
-  run.most_prefixes = most_prefixes(plan, batch);
+  run.max_prefixes = max_prefixes(plan, batch);
   run.only_lasts = plan.only_lasts;
   run.multiprocessors = plan.multiprocessors;
   run.stream = stream;
@@ -97,12 +97,12 @@ void run_classes(const Plan& plan, const Batch& batch, Precision precision, bool
 
 }  // namespace
 
-size_t lookup_scratch_bytes(const Plan& plan, const Batch& batch) {
+size_t lookup_scratch_bytes(const Plan& plan, const BatchCuda& batch) {
   if (!always_gathers(batch)) return slots_bytes(plan, batch);
   return static_cast<size_t>(batch.num_ids) * plan.widest * sizeof(float);
 }
 
-void lookup(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+void lookup(const Plan& plan, const BatchCuda& batch, Precision precision, const void* index,
             void* scratch, float* out, bool cleared, cudaStream_t stream) {
   const bool always = always_gathers(batch);
   const int64_t values = batch.num_rows() * batch.stride;
@@ -112,7 +112,7 @@ void lookup(const Plan& plan, const Batch& batch, Precision precision, const voi
     }
     return;
   }
-  const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  const Index parts = allocate_index(plan, batch, const_cast<void*>(index), nullptr);
   const bool clears = batch.pooled && !cleared && !always && values > 0;
   if (clears) clear_output(parts, values, plan.multiprocessors, out, stream);
   auto* slot_rows = static_cast<float*>(scratch);
@@ -126,15 +126,15 @@ void lookup(const Plan& plan, const Batch& batch, Precision precision, const voi
   if (!always && !batch.pooled) clear_outside(repeats_of(plan, batch, parts), out, stream);
 }
 
-size_t gradients_scratch_bytes(const Plan& plan, const Batch& batch) {
+size_t gradients_scratch_bytes(const Plan& plan, const BatchCuda& batch) {
   return slots_bytes(plan, batch) + partial_grads_bytes(plan, batch);
 }
 
-void gradients(const Plan& plan, const Batch& batch, Precision precision, const void* index,
+void gradients(const Plan& plan, const BatchCuda& batch, Precision precision, const void* index,
                void* scratch, const float* grad, const FixedPointSums& sums, int64_t* steps,
                cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  const Index parts = carve_index(plan, batch, const_cast<void*>(index), nullptr);
+  const Index parts = allocate_index(plan, batch, const_cast<void*>(index), nullptr);
   auto* slot_grads = static_cast<float*>(scratch);
   void* const partials = static_cast<char*>(scratch) + slots_bytes(plan, batch);
   const TouchInput touch = {plan.tables, parts.counts, parts.prefixes, parts.lasts,

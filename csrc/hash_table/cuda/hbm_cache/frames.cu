@@ -14,7 +14,7 @@ template <NewRows kRows>
 __global__ void __launch_bounds__(kThreads)
     write_new_kernel(const TableView* __restrict__ tables, const Batch batch,
                      const int64_t* __restrict__ slots, const bool* __restrict__ placed,
-                     const uint8_t* __restrict__ places, const uint32_t* __restrict__ any_missing) {
+                     const uint8_t* __restrict__ ways, const uint32_t* __restrict__ any_missing) {
   if (*any_missing == 0) return;
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
@@ -22,32 +22,32 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kThreads; begin < batch.num_ids;
        begin += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t position = begin + threadIdx.x;
-    const TableView* mine = tables;
+    const TableView* lane_table = tables;
     int64_t slot = kNoSlot, frame = kNoFrame;
     if (position < batch.num_ids && placed[position] && slots[position] >= 0 &&
         slots[position] != kSkipped) {
-      mine = &table_at(tables, batch, position);
-      if (mine->frames.tags != nullptr) {
-        slot = slots[position] - mine->first_slot;
+      lane_table = &table_at(tables, batch, position);
+      if (lane_table->frames.tags != nullptr) {
+        slot = slots[position] - lane_table->first_slot;
         // Another call may have given the frame to another row, which has not moved yet.
-        if (places[position] != 0) {
-          const Frames& frames = mine->frames;
-          frame = frames.frame_at(frames.place_in_set(slot).set, places[position] - 1);
+        if (ways[position] != 0) {
+          const Frames& frames = lane_table->frames;
+          frame = frames.frame_at(frames.set_position(slot).set, ways[position] - 1);
         }
       }
     }
     const bool busy = slot != kNoSlot;
-    const uint64_t row_of = busy ? row_source<kRows>(*mine, batch.ids[position]) : 0;
-    for (unsigned left = __ballot_sync(kAllLanes, busy); left;) {
-      const int source = nth_lane(left, tile);
-      const bool working = tile < __popc(left);
-      const int64_t their_slot = __shfl_sync(kAllLanes, slot, source);
-      const int64_t their_frame = __shfl_sync(kAllLanes, frame, source);
-      const uint64_t their_source = __shfl_sync(kAllLanes, row_of, source);
-      const TableView* table = table_of_lane<false>(mine, source);
-      if (working) write_new_row<kRows>(*table, their_source, their_slot, their_frame, lane);
+    const uint64_t row_of = busy ? row_source<kRows>(*lane_table, batch.ids[position]) : 0;
+    for (unsigned remaining = __ballot_sync(kAllLanes, busy); remaining;) {
+      const int source = nth_lane(remaining, tile);
+      const bool working = tile < __popc(remaining);
+      const int64_t source_slot = __shfl_sync(kAllLanes, slot, source);
+      const int64_t source_frame = __shfl_sync(kAllLanes, frame, source);
+      const uint64_t row_source_bits = __shfl_sync(kAllLanes, row_of, source);
+      const TableView* table = table_of_lane<false>(lane_table, source);
+      if (working) write_new_row<kRows>(*table, row_source_bits, source_slot, source_frame, lane);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) left &= left - 1;
+      for (int t = 0; t < kTiles; ++t) remaining &= remaining - 1;
     }
   }
 }
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kThreads)
        set < frames.num_sets; set += stride) {
     const uint64_t tags = frames.load_tags(set);
     const uint32_t tag = lane < frames.frames_of_set ? frames.tag_at(tags, lane) : 0;
-    const bool goes = Frames::is_taken(tag) && (tag & kTagDirty);
-    exchange_rows(&table, goes, frames.frame_at(set, lane),
-                  goes ? frames.slot_of(frames.first_of_set(set), tag) : kNoSlot, kNoSlot);
+    const bool is_dirty = Frames::is_taken(tag) && (tag & kTagDirty);
+    exchange_rows(&table, is_dirty, frames.frame_at(set, lane),
+                  is_dirty ? frames.slot_of(frames.first_of_set(set), tag) : kNoSlot, kNoSlot);
     const unsigned long long all_dirty = frames.ones * kTagDirty;
     if (lane == 0 && (tags & all_dirty)) atomicAnd(&frames.tags[set], ~all_dirty);
   }
@@ -78,19 +78,20 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
   for (int64_t set = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
        set < frames.num_sets; set += stride) {
     unsigned long long tags = frames.load_tags(set);
-    const Frames::SetPlace in_set = frames.first_of_set(set);
+    const Frames::SetPosition in_set = frames.first_of_set(set);
     const int64_t end = frames.end_of(in_set),
-                  apart = frames.region_sets;  // distance between the set's slots
-    int64_t chosen = kNoSlot;                  // the slot that the lane's frame gets
-    for (int place = 0; place < frames.frames_of_set; ++place) {
-      if (Frames::is_taken(frames.tag_at(tags, place))) continue;
+                  slot_stride = frames.region_sets;  // distance between the set's slots
+    int64_t chosen = kNoSlot;                        // the slot that the lane's frame gets
+    for (int way = 0; way < frames.frames_of_set; ++way) {
+      if (Frames::is_taken(frames.tag_at(tags, way))) continue;
       // The highest rank of the slots without a frame, and the first of these.
       Rank best{0, 0};
       int64_t slot = kNoSlot;
       uint32_t number = lane;
-      for (int64_t s = in_set.first + lane * apart; s < end; s += kWarp * apart, number += kWarp) {
+      for (int64_t s = in_set.first + lane * slot_stride; s < end;
+           s += kWarp * slot_stride, number += kWarp) {
         const uint32_t step = *step_of(table, s);
-        if (step == kFreeStep || frames.place_of(tags, number) >= 0) continue;
+        if (step == kFreeStep || frames.way_of(tags, number) >= 0) continue;
         const uint64_t score = table.scores == nullptr ? step : load_score(table, s);
         const Rank rank{table.ranking().of(score, step), step};
         if (slot == kNoSlot || best < rank) {
@@ -102,17 +103,17 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
       for (int offset = kWarp / 2; offset; offset /= 2) {
         const Rank other{__shfl_xor_sync(kAllLanes, best.score, offset),
                          __shfl_xor_sync(kAllLanes, best.last_step, offset)};
-        const int64_t theirs = __shfl_xor_sync(kAllLanes, slot, offset);
-        if (theirs == kNoSlot) continue;
+        const int64_t other_slot = __shfl_xor_sync(kAllLanes, slot, offset);
+        if (other_slot == kNoSlot) continue;
         const bool equal = !(best < other) && !(other < best);
-        if (slot == kNoSlot || best < other || (equal && theirs < slot)) {
+        if (slot == kNoSlot || best < other || (equal && other_slot < slot)) {
           best = other;
-          slot = theirs;
+          slot = other_slot;
         }
       }
       if (slot == kNoSlot) break;
-      tags |= Frames::tag_of(frames.place_in_set(slot).number) << place * frames.bits;
-      if (lane == place) chosen = slot;
+      tags |= Frames::tag_of(frames.set_position(slot).number) << way * frames.bits;
+      if (lane == way) chosen = slot;
     }
     exchange_rows(&table, chosen != kNoSlot, frames.frame_at(set, lane), kNoSlot, chosen);
     if (lane == 0) frames.tags[set] = tags;
@@ -120,31 +121,32 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(const __grid_constant__ 
 }
 
 unsigned grid_for_sets(const TableView& table) {
-  constexpr int64_t kMostWarps = int64_t{1} << 20;
-  return grid_for(min(table.frames.num_sets, kMostWarps) * kWarp);
+  constexpr int64_t kMaxWarps = int64_t{1} << 20;
+  return grid_for(min(table.frames.num_sets, kMaxWarps) * kWarp);
 }
 
 }  // namespace
 
-void settle_rows(const TableView* tables, const Batch& batch, const Visit& visit, NewRows rows,
-                 const int64_t* slots, const bool* placed, const uint32_t* any_missing,
-                 const MovingRows& moving, void* scratch, cudaStream_t stream) {
+void place_rows_in_frames(const TableView* tables, const Batch& batch, const CallContext& context,
+                          NewRows rows, const int64_t* slots, const bool* placed,
+                          const uint32_t* any_missing, const FrameMoves& moving, void* scratch,
+                          cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const bool others = rows != NewRows::kUntouched;
   const Moves moves =
-      claim_frames(tables, batch, visit, slots, placed, others, moving, scratch, stream);
-  if (moving.begin != nullptr) moving.begin(moving.begin_of);
+      claim_frames(tables, batch, context, slots, placed, others, moving, scratch, stream);
+  if (moving.begin != nullptr) moving.begin(moving.begin_context);
   move_rows(tables, batch, moves, moving, stream);
   const auto write_new = rows == NewRows::kInitial      ? write_new_kernel<NewRows::kInitial>
                          : rows == NewRows::kInitialAny ? write_new_kernel<NewRows::kInitialAny>
                          : rows == NewRows::kUniform    ? write_new_kernel<NewRows::kUniform>
                                                         : write_new_kernel<NewRows::kUntouched>;
   write_new<<<min(grid_for(batch.num_ids), resident_blocks(write_new)), kThreads, 0, stream>>>(
-      tables, batch, slots, placed, moves.new_places, any_missing);
+      tables, batch, slots, placed, moves.new_ways, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-size_t settle_scratch(int64_t num_ids, const MovingRows& moving) {
+size_t frames_scratch(int64_t num_ids, const FrameMoves& moving) {
   return moving.any() ? moves_scratch(num_ids, moving) : 0;
 }
 

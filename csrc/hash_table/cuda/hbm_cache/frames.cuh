@@ -10,9 +10,9 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Sets a bit of a tag. Testing first avoids thousands of atomics for a hot row.
-__device__ __forceinline__ void mark(const Frames& frames, int64_t set, int place, uint64_t tags,
+__device__ __forceinline__ void mark(const Frames& frames, int64_t set, int way, uint64_t tags,
                                      uint32_t bit) {
-  const unsigned long long bits = static_cast<unsigned long long>(bit) << place * frames.bits;
+  const unsigned long long bits = static_cast<unsigned long long>(bit) << way * frames.bits;
   if (!(tags & bits)) atomicOr(&frames.tags[set], bits);
 }
 
@@ -21,12 +21,12 @@ __device__ __forceinline__ void mark(const Frames& frames, int64_t set, int plac
 __device__ __forceinline__ int64_t frame_to_write(const Frames& frames, int64_t slot,
                                                   bool marking) {
   if (frames.tags == nullptr) return kNoFrame;
-  const Frames::SetPlace in_set = frames.place_in_set(slot);
+  const Frames::SetPosition in_set = frames.set_position(slot);
   const uint64_t tags = frames.load_tags(in_set.set);
-  const int place = frames.place_of(tags, in_set.number);
-  if (place < 0) return kNoFrame;
-  if (marking) mark(frames, in_set.set, place, tags, kTagDirty);
-  return frames.frame_at(in_set.set, place);
+  const int way = frames.way_of(tags, in_set.number);
+  if (way < 0) return kNoFrame;
+  if (marking) mark(frames, in_set.set, way, tags, kTagDirty);
+  return frames.frame_at(in_set.set, way);
 }
 __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t slot,
                                               bool marking = true) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ char* row_to_write(const TableView& table, int64_t sl
 // The result of a request for a frame.
 struct FrameClaim {
   int64_t frame = kNoFrame;  // kNoFrame: the row stays in host memory
-  int64_t leaver = kNoSlot;  // slot whose row must be written back first
+  int64_t victim = kNoSlot;  // slot whose row must be written back first
   bool taken = false;        // the frame is new to the slot
 };
 
@@ -48,25 +48,25 @@ struct FrameClaim {
 // of a skewed distribution are rare, and would evict rows that are touched every few calls.
 template <bool kNew>
 __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_t slot,
-                                                  const Visit& visit) {
+                                                  const CallContext& context) {
   const Frames& frames = table.frames;
-  const Frames::SetPlace in_set = frames.place_in_set(slot);
+  const Frames::SetPosition in_set = frames.set_position(slot);
   const int64_t set = in_set.set;
-  const uint32_t pinned_from = visit.pinned_from();
+  const uint32_t pinned_from = context.pinned_from();
   unsigned long long tags = load_l2(&frames.tags[set]);
   for (;;) {
     FrameClaim claim;
-    int place = frames.place_of(tags, in_set.number);
-    if (place >= 0) {
-      if (kNew) mark(frames, set, place, tags, kTagDirty);
-      if (!kNew && table.scores == nullptr) mark(frames, set, place, tags, kTagAgain);
-      claim.frame = frames.frame_at(set, place);
+    int way = frames.way_of(tags, in_set.number);
+    if (way >= 0) {
+      if (kNew) mark(frames, set, way, tags, kTagDirty);
+      if (!kNew && table.scores == nullptr) mark(frames, set, way, tags, kTagReused);
+      claim.frame = frames.frame_at(set, way);
       return claim;
     }
     // Loads all steps at once. kFreeStep: the frame is free, or its entry has left the table.
-    uint32_t steps[kMostOfSet];
+    uint32_t steps[kMaxFramesPerSet];
 #pragma unroll
-    for (int p = 0; p < kMostOfSet; ++p) {
+    for (int p = 0; p < kMaxFramesPerSet; ++p) {
       const uint32_t tag = p < frames.frames_of_set ? frames.tag_at(tags, p) : 0;
       steps[p] =
           Frames::is_taken(tag) ? load_l2(step_of(table, frames.slot_of(in_set, tag))) : kFreeStep;
@@ -74,35 +74,35 @@ __device__ __forceinline__ FrameClaim claim_frame(const TableView& table, int64_
     Rank lowest{~0ull, kFreeStep};
     const bool blocked = !kNew && load_l2(&frames.crowded[set]) >= pinned_from;
 #pragma unroll
-    for (int p = 0; p < kMostOfSet; ++p) {
+    for (int p = 0; p < kMaxFramesPerSet; ++p) {
       if (blocked || p >= frames.frames_of_set) break;
       Rank rank{0, 0};
-      int64_t leaver = kNoSlot;
+      int64_t victim = kNoSlot;
       if (steps[p] != kFreeStep) {
         if (steps[p] >= pinned_from) continue;
         const uint32_t tag = frames.tag_at(tags, p);
         const int64_t other = frames.slot_of(in_set, tag);
         rank.score = table.scores == nullptr
-                         ? tag & kTagAgain
+                         ? tag & kTagReused
                          : table.ranking().of(load_score(table, other), steps[p]);
         rank.last_step = steps[p];
-        if (tag & kTagDirty) leaver = other;
+        if (tag & kTagDirty) victim = other;
       }
-      if (place >= 0 && !(rank < lowest)) continue;
-      place = p;
+      if (way >= 0 && !(rank < lowest)) continue;
+      way = p;
       lowest = rank;
-      claim.leaver = leaver;
+      claim.victim = victim;
     }
-    if (place < 0 || (table.scores != nullptr && rank_of(table, slot) < lowest)) {
-      store_l2(&frames.crowded[set], visit.now());
+    if (way < 0 || (table.scores != nullptr && rank_of(table, slot) < lowest)) {
+      store_l2(&frames.crowded[set], context.now());
       return FrameClaim{};
     }
-    const unsigned long long mask = ((1ull << frames.bits) - 1) << place * frames.bits;
+    const unsigned long long mask = ((1ull << frames.bits) - 1) << way * frames.bits;
     const unsigned long long tag = Frames::tag_of(in_set.number) | (kNew ? kTagDirty : 0u);
     const unsigned long long seen =
-        atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << place * frames.bits);
+        atomicCAS(&frames.tags[set], tags, (tags & ~mask) | tag << way * frames.bits);
     if (seen == tags) {
-      claim.frame = frames.frame_at(set, place);
+      claim.frame = frames.frame_at(set, way);
       claim.taken = true;
       return claim;
     }

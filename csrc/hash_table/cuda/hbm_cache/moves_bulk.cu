@@ -14,18 +14,18 @@ constexpr int kStageBytes = 1024;
 
 #if __CUDA_ARCH__ >= 900
 // A row that is loaded into a frame, and one that leaves it.
-struct Passing {
+struct RowSwap {
   const char* source = nullptr;  // of the loaded row, in host memory; null: none
   char* out = nullptr;           // place of the leaving row in host memory; null: none
   char* frame = nullptr;
   uint32_t bytes = 0;  // bytes of each; 0: no move
 
-  Passing() = default;
-  __device__ __forceinline__ explicit Passing(const MoveAt& move) {
+  RowSwap() = default;
+  __device__ __forceinline__ explicit RowSwap(const MoveAddresses& move) {
     const RowStore& rows = move.table->rows;
     bytes = static_cast<uint32_t>(rows.bytes());
     frame = rows.at(0, move.frame);
-    if (move.leaver != kNoSlot) out = rows.at(move.leaver, kNoFrame);
+    if (move.victim != kNoSlot) out = rows.at(move.victim, kNoFrame);
     if (move.slot != kNoSlot) source = rows.at(move.slot, kNoFrame);
   }
   __device__ __forceinline__ uint32_t all_bytes() const {
@@ -41,7 +41,7 @@ struct Passing {
 // stage, which have arrived, are written to frames and host memory.
 __global__ void __launch_bounds__(kWarp)
     bulk_kernel(const TableView* __restrict__ tables, const Moves moves, uint32_t rows,
-                uint32_t room) {
+                uint32_t row_bytes) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];  // [kStages][rows][2][room]
   __shared__ CopyBarrier arrived[kStages];
@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kWarp)
   }
   __syncwarp();
   const uint32_t number = *moves.number;
-  const auto place = [&](int stage) { return memory + (stage * rows + lane) * 2 * room; };
+  const auto stage_memory = [&](int stage) {
+    return memory + (stage * rows + lane) * 2 * row_bytes;
+  };
   // The warp takes moves two turns ahead, and loads them one turn ahead.
   uint32_t taken = 0;  // taken by lane 0
   bool loaded = false;
@@ -67,35 +69,37 @@ __global__ void __launch_bounds__(kWarp)
     take();
   };
   const auto begin = [&](int stage) {
-    Passing row;
-    if (loaded) row = Passing(MoveAt(tables, moves.num_tables, ahead));
+    RowSwap row;
+    if (loaded) row = RowSwap(MoveAddresses(tables, moves.num_tables, ahead));
     load();
     const uint32_t bytes = __reduce_add_sync(kAllLanes, row.all_bytes());
     if (lane == 0) arrived[stage].expect_bytes(bytes);
     __syncwarp();
-    if (row.source != nullptr) copy_bulk(place(stage), row.source, row.bytes, &arrived[stage]);
-    if (row.out != nullptr) copy_bulk(place(stage) + room, row.frame, row.bytes, &arrived[stage]);
+    if (row.source != nullptr)
+      copy_bulk(stage_memory(stage), row.source, row.bytes, &arrived[stage]);
+    if (row.out != nullptr)
+      copy_bulk(stage_memory(stage) + row_bytes, row.frame, row.bytes, &arrived[stage]);
     return row;
   };
   take();
   load();
-  Passing passing[kStages];
-  passing[0] = begin(0);
+  RowSwap swaps[kStages];
+  swaps[0] = begin(0);
   for (uint32_t phase = 0;; phase ^= 1) {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
       const int next = (stage + 1) % kStages;
-      const Passing& row = passing[stage];
+      const RowSwap& row = swaps[stage];
       if (!__any_sync(kAllLanes, row.bytes > 0)) {
         wait_for_bulk_copies_out();
         return;
       }
       wait_for_bulk_reads();  // the previous turn's reads of the next stage's memory
       __syncwarp();
-      passing[next] = begin(next);
+      swaps[next] = begin(next);
       arrived[stage].wait(phase);
-      if (row.out != nullptr) copy_bulk_out(row.out, place(stage) + room, row.bytes);
-      if (row.source != nullptr) copy_bulk_out(row.frame, place(stage), row.bytes);
+      if (row.out != nullptr) copy_bulk_out(row.out, stage_memory(stage) + row_bytes, row.bytes);
+      if (row.source != nullptr) copy_bulk_out(row.frame, stage_memory(stage), row.bytes);
       end_bulk_copies_out();
     }
   }

@@ -13,28 +13,28 @@
 #include "hash_table/admission_kernels.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/insert/admission.cuh"
-#include "hash_table/cuda/insert/leavers.cuh"
-#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/missing_lists.cuh"
+#include "hash_table/cuda/insert/return_refused.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 // Returns the entry of a position's id. After all positions have called this, it holds the first
 // position of the id.
-__device__ uint32_t find_entry(const Batch& batch, const TallyScratch& scratch, int32_t table,
+__device__ uint32_t find_entry(const Batch& batch, const AdmissionScratch& scratch, int32_t table,
                                int64_t position) {
   const int64_t id = batch.ids[position];
-  const auto mine = static_cast<uint32_t>(position + 1);
+  const auto claim = static_cast<uint32_t>(position + 1);
   auto at = static_cast<uint32_t>(
       mix64(static_cast<uint64_t>(id) + static_cast<uint64_t>(table) * 0x9e3779b97f4a7c15ull));
   for (;; ++at) {
     const uint32_t entry = at & scratch.mask;
-    uint32_t there = load_l2(&scratch.owners[entry]);
-    if (there == 0) there = atomicCAS(&scratch.owners[entry], 0u, mine);
-    if (there == 0) return entry;
-    const int64_t other = static_cast<int64_t>(there) - 1;
+    uint32_t occupant = load_l2(&scratch.owners[entry]);
+    if (occupant == 0) occupant = atomicCAS(&scratch.owners[entry], 0u, claim);
+    if (occupant == 0) return entry;
+    const int64_t other = static_cast<int64_t>(occupant) - 1;
     if (batch.ids[other] == id && batch.feature_tables[batch.feature_of(other)] == table) {
-      if (mine < there) atomicMin(&scratch.owners[entry], mine);
+      if (claim < occupant) atomicMin(&scratch.owners[entry], claim);
       return entry;
     }
   }
@@ -56,9 +56,9 @@ __device__ void add_to_sketch(const Admission& admission, int64_t id, uint32_t t
 }
 
 __global__ void __launch_bounds__(kThreads)
-    tally_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                 const Admission* __restrict__ admissions, int64_t* __restrict__ slots,
-                 const TallyScratch scratch) {
+    count_occurrences_kernel(const TableView* __restrict__ tables, const Batch batch,
+                             const CallContext context, const Admission* __restrict__ admissions,
+                             int64_t* __restrict__ slots, const AdmissionScratch scratch) {
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool missing = position < batch.num_ids && is_missing(slots[position]);
   if (!__ballot_sync(kAllLanes, missing)) return;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool counted = kind == AdmissionKind::kCounted;
   if (const unsigned all = __ballot_sync(kAllLanes, counted); counted) {
     const uint32_t entry = find_entry(batch, scratch, table, position);
-    slots[position] = remember(entry);
+    slots[position] = encode_reference(entry);
     // Equal neighbours are counted together, so that a hot id does not cost one atomic for each
     // position.
     const unsigned equal = __match_any_sync(all, entry);
@@ -85,34 +85,35 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const bool unadmitted =
-      kind == AdmissionKind::kProbability && !drawn(admissions[table], id, visit.now());
+      kind == AdmissionKind::kProbability && !drawn(admissions[table], id, context.now());
   if (unadmitted) slots[position] = kNotAdmitted;
   __syncwarp();
   count_warp(tables + table, kUnadmitted, unadmitted);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    count_kernel(const Batch batch, const Visit visit, const Admission* __restrict__ admissions,
-                 const int64_t* __restrict__ slots, const TallyScratch scratch) {
+    count_kernel(const Batch batch, const CallContext context,
+                 const Admission* __restrict__ admissions, const int64_t* __restrict__ slots,
+                 const AdmissionScratch scratch) {
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (position >= batch.num_ids || !owns_its_id(scratch, slots, position)) return;
+  if (position >= batch.num_ids || !is_owner(scratch, slots, position)) return;
   const Admission& admission = admissions[batch.feature_tables[batch.feature_of(position)]];
-  uint32_t* const times = &scratch.times[remembered(slots[position])];
-  *times = count_in_cell(admission, batch.ids[position], *times, visit.now());
+  uint32_t* const times = &scratch.times[decode_reference(slots[position])];
+  *times = count_in_cell(admission, batch.ids[position], *times, context.now());
 }
 
 __global__ void __launch_bounds__(kThreads)
     mark_kernel(const TableView* __restrict__ tables, const Batch batch,
                 const Admission* __restrict__ admissions, int64_t* __restrict__ slots,
-                const TallyScratch scratch) {
+                const AdmissionScratch scratch) {
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t slot = position < batch.num_ids ? slots[position] : 0;
-  const bool undecided = is_missing(slot) || is_remembered(slot);
+  const bool undecided = is_missing(slot) || is_reference(slot);
   if (!__ballot_sync(kAllLanes, undecided)) return;
   const int32_t table = undecided ? batch.feature_tables[batch.feature_of(position)] : 0;
   bool admitted = true;
-  if (is_remembered(slot)) {
-    admitted = scratch.times[remembered(slot)] != 0;
+  if (is_reference(slot)) {
+    admitted = scratch.times[decode_reference(slot)] != 0;
     slots[position] = admitted ? kNoSlot : kNotAdmitted;
   } else if (undecided && admissions[table].kind == AdmissionKind::kSketched) {
     admitted = sketch_admits(admissions[table], batch.ids[position]);
@@ -123,21 +124,23 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    finish_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                  const Placement placement, int64_t* __restrict__ slots) {
+    finish_kernel(const TableView* __restrict__ tables, const Batch batch,
+                  const CallContext context, const Placement placement,
+                  int64_t* __restrict__ slots) {
   const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (position >= batch.num_ids || slots[position] != kNotAdmitted) return;
   slots[position] = kNoSlot;
-  const Leavers& leavers = placement.leavers;
-  if (leavers.number == nullptr) return;
-  give_back(placement, table_at(tables, batch, position), tables, batch, visit, position);
+  const EvictedEntries& evicted = placement.evicted_entries;
+  if (evicted.number == nullptr) return;
+  return_refused(placement, table_at(tables, batch, position), tables, batch, context, position);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    halve_kernel(const Admission* __restrict__ admissions, int32_t num_tables, const Visit visit) {
+    halve_kernel(const Admission* __restrict__ admissions, int32_t num_tables,
+                 const CallContext context) {
   for (int32_t t = 0; t < num_tables; ++t) {
     const Admission& admission = admissions[t];
-    if (admission.halve_every == 0 || visit.now() % admission.halve_every != 0) continue;
+    if (admission.halve_every == 0 || context.now() % admission.halve_every != 0) continue;
     const int64_t parts = halved_parts(admission);
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < parts;
          i += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -149,26 +152,27 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 size_t admission_scratch(const Admissions& admissions, int64_t num_ids, bool ordered) {
-  return admissions.counted ? tally_layout(num_ids, ordered, nullptr).bytes : 0;
+  return admissions.counted ? admission_layout(num_ids, ordered, nullptr).bytes : 0;
 }
 
-void admit(const TableView* tables, const Batch& batch, const Visit& visit,
+void admit(const TableView* tables, const Batch& batch, const CallContext& context,
            const Admissions& admissions, bool ordered, int64_t* slots, void* memory,
            cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const Admission* of_tables = admissions.of_tables;
-  TallyScratch scratch{};
+  AdmissionScratch scratch{};
   if (admissions.counted) {
-    scratch = tally_layout(batch.num_ids, ordered, static_cast<char*>(memory));
+    scratch = admission_layout(batch.num_ids, ordered, static_cast<char*>(memory));
     HKV_CUDA_CHECK(cudaMemsetAsync(memory, 0, scratch.zero_bytes, stream));
   }
   const unsigned grid = grid_for(batch.num_ids);
-  tally_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, visit, of_tables, slots, scratch);
+  count_occurrences_kernel<<<grid, kThreads, 0, stream>>>(tables, batch, context, of_tables, slots,
+                                                          scratch);
   HKV_CUDA_CHECK_LAUNCH();
   if (admissions.counted && ordered) {
-    count_in_order(batch, visit, of_tables, slots, scratch, stream);
+    count_in_order(batch, context, of_tables, slots, scratch, stream);
   } else if (admissions.counted) {
-    count_kernel<<<grid, kThreads, 0, stream>>>(batch, visit, of_tables, slots, scratch);
+    count_kernel<<<grid, kThreads, 0, stream>>>(batch, context, of_tables, slots, scratch);
     HKV_CUDA_CHECK_LAUNCH();
   }
   if (admissions.counted || admissions.sketched) {
@@ -177,18 +181,18 @@ void admit(const TableView* tables, const Batch& batch, const Visit& visit,
   }
 }
 
-void finish_admission(const TableView* tables, const Batch& batch, const Visit& visit,
+void finish_admission(const TableView* tables, const Batch& batch, const CallContext& context,
                       const Placement& placement, int64_t* slots, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
-  finish_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, visit, placement,
+  finish_kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(tables, batch, context, placement,
                                                                   slots);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void halve_counts(const Admissions& admissions, const Visit& visit, cudaStream_t stream) {
+void halve_counts(const Admissions& admissions, const CallContext& context, cudaStream_t stream) {
   constexpr unsigned kBlocks = 1024;
   halve_kernel<<<kBlocks, kThreads, 0, stream>>>(admissions.of_tables, admissions.num_tables,
-                                                 visit);
+                                                 context);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -7,58 +7,58 @@
 
 #include "hash_table/admission.h"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/carver.h"
-#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/missing_lists.cuh"
 #include "hash_table/cuda/small_sort.cuh"
+#include "hash_table/cuda/workspace.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 
 // Scratch for ids that are counted in cells. Arrays that are zeroed come first.
-struct TallyScratch {
+struct AdmissionScratch {
   uint32_t* owners;  // [mask + 1] 1 + first position, 0: free
   uint32_t mask;
   uint32_t* times;  // [mask + 1] occurrences of the id; then whether it is admitted
   // If ids are counted in the order of the batch:
   uint32_t* number;  // of ids
   SmallSort sort;
-  BlockOrder blocks;
+  LookbackState blocks;
   SortedPairs pairs;  // keys: a hash of the id's set; values: the owner
   int queue_bits;
   size_t zero_bytes;
   size_t bytes;
 };
 
-inline TallyScratch tally_layout(int64_t n, bool ordered, char* base) {
-  TallyScratch scratch{};
-  Carver carver(base);
+inline AdmissionScratch admission_layout(int64_t n, bool ordered, char* base) {
+  AdmissionScratch scratch{};
+  WorkspaceAllocator workspace(base);
   uint32_t size = 1024;
   while (size < 2 * n && size < (1u << 31)) size *= 2;
   scratch.mask = size - 1;
-  scratch.owners = carver.take<uint32_t>(size);
-  scratch.times = carver.take<uint32_t>(size);
-  scratch.zero_bytes = scratch.bytes = carver.used();
+  scratch.owners = workspace.take<uint32_t>(size);
+  scratch.times = workspace.take<uint32_t>(size);
+  scratch.zero_bytes = scratch.bytes = workspace.used();
   if (!ordered) return scratch;
   scratch.queue_bits = 1;
   while ((int64_t{2} << scratch.queue_bits) <= n) ++scratch.queue_bits;
   scratch.sort = SmallSort::of(n, scratch.queue_bits);
-  scratch.number = carver.take<uint32_t>(1);
-  scratch.sort.digits = carver.take<uint32_t>(scratch.sort.digit_bytes() / sizeof(uint32_t));
-  scratch.blocks.ticket = carver.take<uint32_t>(1);
-  scratch.blocks.states = carver.take<unsigned long long>(listing_blocks(n));
-  scratch.zero_bytes = carver.used();
+  scratch.number = workspace.take<uint32_t>(1);
+  scratch.sort.digits = workspace.take<uint32_t>(scratch.sort.digit_bytes() / sizeof(uint32_t));
+  scratch.blocks.ticket = workspace.take<uint32_t>(1);
+  scratch.blocks.states = workspace.take<unsigned long long>(listing_blocks(n));
+  scratch.zero_bytes = workspace.used();
   for (Pairs* const half : {&scratch.pairs.pairs, &scratch.pairs.other}) {
-    half->keys = carver.take<uint32_t>(n);
-    half->values = carver.take<uint32_t>(n);
+    half->keys = workspace.take<uint32_t>(n);
+    half->values = workspace.take<uint32_t>(n);
   }
-  scratch.bytes = carver.used();
+  scratch.bytes = workspace.used();
   return scratch;
 }
 
 // Whether the id of a position is counted in cells and the position owns it.
-__device__ __forceinline__ bool owns_its_id(const TallyScratch& scratch, const int64_t* slots,
-                                            int64_t position) {
-  return is_remembered(slots[position]) &&
-         scratch.owners[remembered(slots[position])] == static_cast<uint32_t>(position + 1);
+__device__ __forceinline__ bool is_owner(const AdmissionScratch& scratch, const int64_t* slots,
+                                         int64_t position) {
+  return is_reference(slots[position]) &&
+         scratch.owners[decode_reference(slots[position])] == static_cast<uint32_t>(position + 1);
 }
 
 // Adds to an id's count. Returns whether the id is admitted; if so, frees its cell. Only one thread
@@ -68,7 +68,7 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
   CountCell* cells = admission.cells + set_of(admission, id) * kCellsOfSet;
   for (;;) {  // a compare-and-swap fails if another id has taken the cell
     int chosen = -1;
-    bool is_own = false;
+    bool is_same_id = false;
     uint64_t old = 0;
 #pragma unroll
     for (int c = 0; c < kCellsOfSet; ++c) {
@@ -76,31 +76,31 @@ __device__ inline bool count_in_cell(const Admission& admission, int64_t id, uin
       const auto cell_id = static_cast<int64_t>(static_cast<uint64_t>(loaded.y) << 32 | loaded.x);
       const uint64_t meta = static_cast<uint64_t>(loaded.w) << 32 | loaded.z;
       // A cell with the present step was taken in this call, and its id may not be written yet.
-      if (is_own || (meta != 0 && cell_step(meta) == now)) continue;
-      is_own = meta != 0 && cell_id == id;
-      if (is_own || chosen < 0 || replaced_before(meta, old)) {
+      if (is_same_id || (meta != 0 && cell_step(meta) == now)) continue;
+      is_same_id = meta != 0 && cell_id == id;
+      if (is_same_id || chosen < 0 || replaced_before(meta, old)) {
         chosen = c;
         old = meta;
       }
     }
-    const uint64_t sum = (is_own ? cell_count(old) : 0ull) + times;
+    const uint64_t sum = (is_same_id ? cell_count(old) : 0ull) + times;
     const bool admitted = sum >= admission.count;
     // An id that gets no cell is admitted at once or not counted.
-    if (chosen < 0 || (admitted && !is_own)) return admitted;
+    if (chosen < 0 || (admitted && !is_same_id)) return admitted;
     auto* meta = reinterpret_cast<unsigned long long*>(&cells[chosen].meta);
     const unsigned long long next = admitted ? 0ull : cell_meta(sum, now);
     const unsigned long long seen = atomicCAS(meta, static_cast<unsigned long long>(old), next);
     // An admitted id no longer needs its cell.
     if (admitted) return true;
     if (seen == old) {
-      if (!is_own) cells[chosen].id = id;
+      if (!is_same_id) cells[chosen].id = id;
       return false;
     }
   }
 }
 
 // Adds to the counts of ids, in the order of the batch within a set (admission_ordered.cu).
-void count_in_order(const Batch& batch, const Visit& visit, const Admission* admissions,
-                    const int64_t* slots, const TallyScratch& scratch, cudaStream_t stream);
+void count_in_order(const Batch& batch, const CallContext& context, const Admission* admissions,
+                    const int64_t* slots, const AdmissionScratch& scratch, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

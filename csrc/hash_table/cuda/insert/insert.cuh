@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
-#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/missing_lists.cuh"
 #include "hash_table/cuda/insert/new_row.cuh"
 #include "hash_table/cuda/insert/place.cuh"
 
@@ -17,10 +17,10 @@ namespace torchrec_hkv::hash_table::cuda {
 
 // The table of a lane of the warp.
 template <bool kOneTable>
-__device__ __forceinline__ const TableView* table_of_lane(const TableView* mine, int lane) {
-  if (kOneTable) return mine;
+__device__ __forceinline__ const TableView* table_of_lane(const TableView* table, int lane) {
+  if (kOneTable) return table;
   return in_global(reinterpret_cast<const TableView*>(
-      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane)));
+      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(table), lane)));
 }
 
 // The table that a pointer in shared memory refers to. A single table is a parameter of the launch,
@@ -39,7 +39,7 @@ __device__ __forceinline__ int nth_lane(unsigned mask, int n) {
 // Counts events of a warp's ids in a counter of each lane's table: with one table in `finish`, at
 // the end of the kernel; otherwise at once. Called by all lanes.
 template <bool kOneTable, Counter kCounter>
-struct Tally {
+struct WarpCounter {
   uint32_t number = 0;  // of the warp so far, if there is one table
 
   __device__ __forceinline__ void add(const TableView* table, bool wanted) {
@@ -62,26 +62,26 @@ struct RowToWrite {
 };
 
 // Writes the rows of a warp's new ids. busy: whether the lane has a new id; slot: its slot in the
-// table; rows: of the warp, in shared memory. The rows of leavers must have been copied before.
-// settle_rows writes those of tables with frames. Called by all lanes.
+// table; rows: of the warp, in shared memory. The rows of evicted entries must have been copied
+// before. place_rows_in_frames writes those of tables with frames. Called by all lanes.
 template <NewRows kRows, bool kOneTable>
-__device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* mine,
+__device__ __forceinline__ void write_rows_of_warp(RowToWrite* rows, const TableView* table,
                                                    bool busy, int64_t id, int64_t slot) {
   constexpr int kTiles = kWarp / kTile;
   const int lane = threadIdx.x % kTile;
   const int tile = threadIdx.x % kWarp / kTile;
-  busy = busy && mine->frames.tags == nullptr;
+  busy = busy && table->frames.tags == nullptr;
   const unsigned lanes = __ballot_sync(kAllLanes, busy);
   const int number = __popc(lanes);
   if (busy) {
     rows[__popc(lanes & ((1u << threadIdx.x % kWarp) - 1))] =
-        RowToWrite{mine, row_source<kRows>(*mine, id), slot};
+        RowToWrite{table, row_source<kRows>(*table, id), slot};
   }
   __syncwarp();
 #pragma unroll 1
   for (int at = tile; at < number; at += kTiles) {
     const RowToWrite row = rows[at];
-    write_new_row<kRows>(kOneTable ? *mine : stored_table<false>(row.table), row.source, row.slot,
+    write_new_row<kRows>(kOneTable ? *table : stored_table<false>(row.table), row.source, row.slot,
                          kNoFrame, lane);
   }
   __syncwarp();  // the next call overwrites `rows`
@@ -95,27 +95,28 @@ unsigned resident_blocks(Kernel kernel) {
   return multiprocessors() * static_cast<unsigned>(blocks);
 }
 
-// Replaces find_and_touch if Placement::believed is given, after a find that touched nothing. Ids
-// for which the belief is wrong are skipped (in believed.cu).
-void touch_as_believed(const TableView* tables, const Batch& batch, const Visit& visit,
-                       const bool* believed, int64_t* slots, bool* found, const Missing& missing,
-                       cudaStream_t stream);
+// Replaces find_and_touch if Placement::expected_present is given, after a find that touched
+// nothing. Ids for which that is wrong are skipped (in touch_expected.cu).
+void touch_expected(const TableView* tables, const Batch& batch, const CallContext& context,
+                    const bool* expected_present, int64_t* slots, bool* found,
+                    const MissingLists& missing, cudaStream_t stream);
 
 // If scores are given: the position with the highest score represents a missing id and is its only
 // position that stays missing (in deduplicate.cu).
-void choose_by_score(const TableView* tables, const Batch& batch, const Visit& visit,
-                     int64_t* slots, const Missing& missing, cudaStream_t stream);
+void choose_by_score(const TableView* tables, const Batch& batch, const CallContext& context,
+                     int64_t* slots, const MissingLists& missing, cudaStream_t stream);
 
 // Places the ids of the second list, whose buckets are full, by evicting entries (in evict.cu).
 // deduplicated: every missing id is missing at one position only.
 void evict_for_missing(const TableView* tables, const TableView* only, const Batch& batch,
-                       const Visit& visit, const Placement& placement, int64_t* slots, bool* writer,
-                       const Missing& missing, bool deduplicated, cudaStream_t stream);
+                       const CallContext& context, const Placement& placement, int64_t* slots,
+                       bool* writer, const MissingLists& missing, bool deduplicated,
+                       cudaStream_t stream);
 
 // Counts placed ids that their tables remember as evicted, if the result must be deterministic.
-// Called before the ids that the call evicts are remembered (in returned.cu). placed: [positions],
-// aligned to 8 bytes and readable up to a multiple of 8 bytes.
-void count_returned(const TableView* tables, const Batch& batch, const Visit& visit,
+// Called before the ids that the call evicts are remembered (in count_returned.cu). placed:
+// [positions], aligned to 8 bytes and readable up to a multiple of 8 bytes.
+void count_returned(const TableView* tables, const Batch& batch, const CallContext& context,
                     const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                     cudaStream_t stream);
 

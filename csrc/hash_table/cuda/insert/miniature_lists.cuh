@@ -10,11 +10,11 @@
 
 namespace torchrec_hkv::hash_table::cuda {
 
-constexpr int kMostTables = 4096;  // of a group; further tables keep their initial c
-constexpr int kSampleRounds = 4;   // positions of a thread in a part
-constexpr int kJoined = 512;       // different ids of a part that a block can join
-constexpr int kJoinProbes = 4;
-constexpr int kKept = 256;  // features and tables whose data a block caches
+constexpr int kMaxTables = 4096;     // of a group; further tables keep their initial c
+constexpr int kSampleRounds = 4;     // positions of a thread in a part
+constexpr int kAggregatedIds = 512;  // different ids of a part that a block can aggregate
+constexpr int kAggregateProbes = 4;
+constexpr int kCachedTables = 256;  // features and tables whose data a block caches
 
 // The lookups of tables before `table` among the features f, f + step, and so on.
 __device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t table, int32_t f,
@@ -22,8 +22,9 @@ __device__ __forceinline__ int64_t lookups_before(const Batch& batch, int32_t ta
   int64_t lookups = 0;
   for (; f < batch.num_features; f += step) {
     const bool earlier = batch.feature_tables[f] < table;
-    const int64_t its = max(batch.feature_start(f + 1) - batch.feature_start(f), int64_t{0});
-    lookups += earlier ? its : 0;
+    const int64_t lookups_of_feature =
+        max(batch.feature_start(f + 1) - batch.feature_start(f), int64_t{0});
+    lookups += earlier ? lookups_of_feature : 0;
   }
   return lookups;
 }
@@ -53,18 +54,18 @@ __device__ __forceinline__ uint32_t saturated_sum(unsigned lanes, uint32_t given
 }
 
 // An entry of a list: an id and the number of positions of a part that have it.
-struct Listed {
+struct SampleEntry {
   static constexpr int kWhereBits = 22;
-  static_assert(kMostTables * kMostMiniatureSets <= 1 << kWhereBits);
+  static_assert(kMaxTables * kMaxMiniatureSets <= 1 << kWhereBits);
   static_assert(kSampleRounds * kThreads <= 1 << (32 - kWhereBits));
 
   uint32_t where_and_positions;  // number of positions - 1 in the highest bits
   uint32_t tag;
   uint32_t given;  // sum over these positions
 
-  static __device__ __forceinline__ Listed make(uint32_t where, uint32_t tag, uint32_t given,
-                                                uint32_t positions) {
-    return Listed{where | (positions - 1) << kWhereBits, tag, given};
+  static __device__ __forceinline__ SampleEntry make(uint32_t where, uint32_t tag, uint32_t given,
+                                                     uint32_t positions) {
+    return SampleEntry{where | (positions - 1) << kWhereBits, tag, given};
   }
   __device__ __forceinline__ uint32_t where() const {
     return where_and_positions & ((1u << kWhereBits) - 1);
@@ -76,27 +77,26 @@ struct Listed {
 
 // Scratch of a call. A table's part of `ids` has room for all its lookups.
 struct SampleLists {
-  Listed* ids;        // [num_ids]
+  SampleEntry* ids;   // [num_ids]
   uint32_t* numbers;  // [num_tables] number of listed ids
   int32_t num_tables;
 };
 
 // Bytes of SampleLists::numbers.
 inline size_t sample_number_bytes(int32_t num_tables) {
-  return static_cast<size_t>(num_tables < kMostTables ? num_tables : kMostTables) *
-         sizeof(uint32_t);
+  return static_cast<size_t>(num_tables < kMaxTables ? num_tables : kMaxTables) * sizeof(uint32_t);
 }
 
 // The ids of a part, joined by table, set and tag, in shared memory. Each is listed once.
-struct Joins {
-  unsigned long long keys[kJoined];  // place << 32 | tag; 0: free, because no tag is 0
-  unsigned long long given[kJoined];
-  uint32_t positions[kJoined];
-  uint64_t shares[kKept];  // [feature] the sampled part of its ids, of 2^32
-  int64_t begins[kKept];   // [table] its begin_of
+struct SampleAggregator {
+  unsigned long long keys[kAggregatedIds];  // place << 32 | tag; 0: free, because no tag is 0
+  unsigned long long given[kAggregatedIds];
+  uint32_t positions[kAggregatedIds];
+  uint64_t sampled_fractions[kCachedTables];  // [feature] the sampled part of its ids, of 2^32
+  int64_t begins[kCachedTables];              // [table] its begin_of
 
   __device__ __forceinline__ void clear() {
-    for (int i = threadIdx.x; i < kJoined; i += kThreads) {
+    for (int i = threadIdx.x; i < kAggregatedIds; i += kThreads) {
       keys[i] = given[i] = 0;
       positions[i] = 0;
     }
@@ -104,10 +104,10 @@ struct Joins {
   // Adds `number` positions of an id. Returns whether there was room.
   __device__ __forceinline__ bool add(const SampledId& id, uint32_t number) {
     const unsigned long long key = static_cast<unsigned long long>(id.where) << 32 | id.tag;
-    for (int probe = 0; probe < kJoinProbes; ++probe) {
-      const uint32_t at = (id.tag + id.where + static_cast<uint32_t>(probe)) % kJoined;
-      const unsigned long long there = atomicCAS(&keys[at], 0ull, key);
-      if (there != 0 && there != key) continue;
+    for (int probe = 0; probe < kAggregateProbes; ++probe) {
+      const uint32_t at = (id.tag + id.where + static_cast<uint32_t>(probe)) % kAggregatedIds;
+      const unsigned long long occupant = atomicCAS(&keys[at], 0ull, key);
+      if (occupant != 0 && occupant != key) continue;
       atomicAdd(&given[at], static_cast<unsigned long long>(id.given));
       atomicAdd(&positions[at], number);
       return true;
@@ -117,34 +117,35 @@ struct Joins {
 };
 
 // Appends an id to the list of its table.
-__device__ __forceinline__ void append(const Joins& joins, const Batch& batch, const Listed& id,
-                                       const SampleLists& lists) {
-  const auto table = static_cast<int32_t>(id.where() / kMostMiniatureSets);
-  const int64_t begin = table < kKept ? joins.begins[table] : begin_of(batch, table);
+__device__ __forceinline__ void append(const SampleAggregator& aggregator, const Batch& batch,
+                                       const SampleEntry& id, const SampleLists& lists) {
+  const auto table = static_cast<int32_t>(id.where() / kMaxMiniatureSets);
+  const int64_t begin = table < kCachedTables ? aggregator.begins[table] : begin_of(batch, table);
   const int64_t to = begin + atomicAdd(&lists.numbers[table], 1u);
   if (to < batch.num_ids) lists.ids[to] = id;  // true if offsets are valid
 }
 
 // Lists the sampled ids of a batch. Called by all threads of all blocks of a launch. lists.numbers:
 // zeros before it.
-__device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tables,
-                                             const Batch& batch, const Visit& visit,
+__device__ __forceinline__ void list_sampled(SampleAggregator& aggregator, const TableView* tables,
+                                             const Batch& batch, const CallContext& context,
                                              const SampleLists& lists) {
   // The sampled part of a feature's ids, of 2^32.
-  const auto share_of = [&](int32_t feature) -> uint64_t {
+  const auto sampled_fraction = [&](int32_t feature) -> uint64_t {
     const int32_t t = batch.feature_tables[feature];
-    if (t >= kMostTables || !miniatures_look_on(tables[t])) return 0;
+    if (t >= kMaxTables || !miniatures_enabled(tables[t])) return 0;
     return tables[t].miniatures.sampled;
   };
-  bool looks = false;  // whether any table's miniatures see the ids
+  bool any_sampled = false;  // whether any table's miniatures see the ids
   for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
-    const uint64_t share = share_of(f);
-    if (f < kKept) joins.shares[f] = share;
-    looks |= share != 0;
+    const uint64_t fraction = sampled_fraction(f);
+    if (f < kCachedTables) aggregator.sampled_fractions[f] = fraction;
+    any_sampled |= fraction != 0;
   }
-  if (!__syncthreads_or(looks)) return;
-  for (int32_t t = threadIdx.x / kWarp; t < min(lists.num_tables, kKept); t += kThreads / kWarp) {
-    joins.begins[t] = begin_by_warp(batch, t);
+  if (!__syncthreads_or(any_sampled)) return;
+  for (int32_t t = threadIdx.x / kWarp; t < min(lists.num_tables, kCachedTables);
+       t += kThreads / kWarp) {
+    aggregator.begins[t] = begin_by_warp(batch, t);
   }
   constexpr int64_t kPart = int64_t{kSampleRounds} * kThreads;
 #pragma unroll 1
@@ -155,7 +156,7 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
       const int64_t at = part + round * kThreads + threadIdx.x;
       ids[round] = at < batch.num_ids ? batch.ids[at] : 0;
     }
-    joins.clear();
+    aggregator.clear();
     __syncthreads();
 #pragma unroll
     for (int round = 0; round < kSampleRounds; ++round) {
@@ -164,12 +165,13 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
       SampledId id{};
       bool sampled = false;
       if (at < batch.num_ids) {
-        const uint64_t share = feature < kKept ? joins.shares[feature] : share_of(feature);
-        if (share != 0) {
-          sampled = miniature_hash(ids[round]) >> 32 < share;
+        const uint64_t fraction = feature < kCachedTables ? aggregator.sampled_fractions[feature]
+                                                          : sampled_fraction(feature);
+        if (fraction != 0) {
+          sampled = miniature_hash(ids[round]) >> 32 < fraction;
           if (sampled) {
             const int32_t t = batch.feature_tables[feature];
-            tables[t].miniatures.sample(ids[round], visit.given(at), t, &id);
+            tables[t].miniatures.sample(ids[round], context.given(at), t, &id);
           }
         }
       }
@@ -179,21 +181,21 @@ __device__ __forceinline__ void list_sampled(Joins& joins, const TableView* tabl
             __match_any_sync(all, static_cast<unsigned long long>(id.where) << 32 | id.tag);
         id.given = saturated_sum(equal, id.given);
         const auto number = static_cast<uint32_t>(__popc(equal));
-        const bool leads =
+        const bool is_leader =
             __ffs(static_cast<int>(equal)) - 1 == static_cast<int>(threadIdx.x % kWarp);
-        if (leads && !joins.add(id, number)) {
-          append(joins, batch, Listed::make(id.where, id.tag, id.given, number), lists);
+        if (is_leader && !aggregator.add(id, number)) {
+          append(aggregator, batch, SampleEntry::make(id.where, id.tag, id.given, number), lists);
         }
       }
       __syncwarp();
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < kJoined; i += kThreads) {
-      if (joins.keys[i] == 0) continue;
-      append(joins, batch,
-             Listed::make(static_cast<uint32_t>(joins.keys[i] >> 32),
-                          static_cast<uint32_t>(joins.keys[i]), saturated(joins.given[i]),
-                          joins.positions[i]),
+    for (int i = threadIdx.x; i < kAggregatedIds; i += kThreads) {
+      if (aggregator.keys[i] == 0) continue;
+      append(aggregator, batch,
+             SampleEntry::make(static_cast<uint32_t>(aggregator.keys[i] >> 32),
+                               static_cast<uint32_t>(aggregator.keys[i]),
+                               saturated(aggregator.given[i]), aggregator.positions[i]),
              lists);
     }
     __syncthreads();  // the next part clears the entries

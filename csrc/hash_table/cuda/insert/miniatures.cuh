@@ -12,7 +12,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Passes the listed ids of a call to the miniatures of the tables.
-void simulate(const TableView* tables, const Batch& batch, const Visit& visit,
+void simulate(const TableView* tables, const Batch& batch, const CallContext& context,
               const SampleLists& lists, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

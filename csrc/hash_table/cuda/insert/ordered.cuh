@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/missing_lists.cuh"
 #include "hash_table/cuda/small_sort.cuh"
 
 namespace torchrec_hkv::hash_table::cuda {
@@ -16,22 +16,22 @@ namespace torchrec_hkv::hash_table::cuda {
 struct InsertionOrder {
   char* zeros;  // the arrays from `number` to `blocks`, zeroed if an id is missing
   size_t zero_bytes;
-  uint32_t* number;   // of missing ids
-  uint32_t* places;   // twice that, because each id waits in the queues of its two buckets
-  uint32_t* next;     // the first id that no tile has taken
-  uint32_t* leaving;  // number of listed leavers
+  uint32_t* number;       // of missing ids
+  uint32_t* places;       // twice that, because each id waits in the queues of its two buckets
+  uint32_t* next;         // the first id that no tile has taken
+  uint32_t* num_evicted;  // number of listed entries
   SmallSort sort;
-  BlockOrder blocks;
+  LookbackState blocks;
   uint32_t* positions;  // by number: first position of the id
-  uint8_t* fates;       // by number: a Fate
+  uint8_t* outcomes;    // by number: a ClaimOutcome
   SortedPairs pairs;    // [places] queue; 2 * number + 0 or 1 for the bucket
   int queue_bits;
   // By position; null if not wanted:
   unsigned long long* highest;  // highest score given for the id, at its first position
-  int64_t* left_ids;            // id of the entry that the id has replaced
-  uint64_t* left_scores;
+  int64_t* evicted_ids;         // id of the entry that the id has replaced
+  uint64_t* evicted_scores;
   bool* replaced;                      // whether the id has replaced an entry
-  unsigned long long* leavers_before;  // number of leavers in earlier listings
+  unsigned long long* evicted_before;  // number of entries in earlier listings
   size_t bytes;
 
   // After the sort. tickets: index of each place in the sorted order. turns: by queue, the ticket
@@ -40,7 +40,7 @@ struct InsertionOrder {
     return static_cast<uint32_t*>(pairs.other.values);
   }
   __host__ __device__ uint32_t* turns() const { return static_cast<uint32_t*>(pairs.other.keys); }
-  // While leavers are listed: their positions.
+  // While evicted entries are listed: their positions.
   __host__ __device__ uint32_t* listed() const {
     return static_cast<uint32_t*>(pairs.pairs.values);
   }
@@ -60,25 +60,25 @@ InsertionOrder insertion_order(int64_t num_ids, const Placement& placement, bool
 
 // Places the missing ids of a find, counts them, and writes their rows. resolve_kernel writes the
 // slots of the other positions of these ids.
-void insert_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
-                     const Placement& placement, int64_t* slots, const Missing& missing,
+void insert_in_order(const TableView* tables, const Batch& batch, const CallContext& context,
+                     const Placement& placement, int64_t* slots, const MissingLists& missing,
                      InsertionOrder* order, cudaStream_t stream);
 
 // The step of insert_in_order that selects the slots, one id after the other in each queue (in
 // ordered_place.cu).
-void place_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
-                    RefuseLower refuse_lower, int64_t* slots, const Missing& missing,
+void place_in_order(const TableView* tables, const Batch& batch, const CallContext& context,
+                    RefuseLower refuse_lower, int64_t* slots, const MissingLists& missing,
                     const InsertionOrder& order, cudaStream_t stream);
 
-// Called after all positions have their slots. Lists the leavers: evicted and refused entries in
-// the order of the batch, then ids that were not admitted (in ordered_leavers.cu).
-void write_leavers_in_order(const TableView* tables, const Batch& batch, const Visit& visit,
+// Called after all positions have their slots. Lists evicted and refused entries in the order of
+// the batch, then ids that were not admitted (in ordered_evicted.cu).
+void write_evicted_in_order(const TableView* tables, const Batch& batch, const CallContext& context,
                             const Placement& placement, const int64_t* slots,
                             const InsertionOrder& order, cudaStream_t stream);
 
 // Remembers the ids that insert_in_order has evicted. Of several that share an entry, the last one
-// stays (in ordered_leavers.cu).
-void remember_in_order(const TableView* tables, const Batch& batch, const Missing& missing,
+// stays (in ordered_evicted.cu).
+void remember_in_order(const TableView* tables, const Batch& batch, const MissingLists& missing,
                        const InsertionOrder& order, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::hash_table::cuda

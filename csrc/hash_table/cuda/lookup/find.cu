@@ -6,8 +6,8 @@
 //
 // Lines are read through L1, which serves hot ids: thousands of requests to one sector of L2 would
 // be serialised.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/lane_feature.cuh"
@@ -27,14 +27,14 @@ constexpr int kTouchers = 512;  // entries of a block's table of slots and touch
 // slot.
 constexpr uint32_t kOtherToucher = kThreads;
 
-constexpr uint32_t kNowhere = ~0u;
+constexpr uint32_t kNotFound = ~0u;
 
 // The request of an id's lane to a tile: the line's address in two words, and the digest in both
 // halves of a third. The answers of the tile's lanes replace it, see compare.
-struct alignas(16) Look {
+struct alignas(16) LineRequest {
   uint32_t words[kFindLanes];
 };
-constexpr int kAskedDigest = 2;
+constexpr int kRequestDigest = 2;
 
 // The digests of a lane that differ from the one in both halves of `pair`. Bit 7 - j stands for the
 // lower half of word j, bit 23 - j for its upper half.
@@ -93,30 +93,31 @@ struct Matches {
 // The tiles of a warp process the requests of its lanes. Returns the answers to the lane's request.
 // Called by all lanes. kFree: also counts free slots.
 template <bool kFree>
-__device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const TableView& table,
-                                               uint32_t bucket, uint16_t digest) {
+__device__ __forceinline__ uint4 compare_lines(LineRequest* requests, bool is_active,
+                                               const TableView& table, uint32_t bucket,
+                                               uint16_t digest) {
   const int warp_lane = threadIdx.x % kWarp;
   const int lane = threadIdx.x % kFindLanes;
   const int tile = warp_lane / kFindLanes;
-  const unsigned asking = __ballot_sync(kAllLanes, asks);
-  const int n = __popc(asking);
-  const int number = __popc(asking & ((1u << warp_lane) - 1));
-  auto* const mine = reinterpret_cast<uint4*>(&looks[number]);
-  if (asks) {
+  const unsigned active_lanes = __ballot_sync(kAllLanes, is_active);
+  const int n = __popc(active_lanes);
+  const int number = __popc(active_lanes & ((1u << warp_lane) - 1));
+  auto* const mine = reinterpret_cast<uint4*>(&requests[number]);
+  if (is_active) {
     const auto line = reinterpret_cast<uint64_t>(digest_line(table, bucket));
     *mine = uint4{static_cast<uint32_t>(line), static_cast<uint32_t>(line >> 32),
                   digest * 0x00010001u, 0};
   }
   __syncwarp();
   // Tiles without a request repeat the last one, and do not answer.
-  const auto look = [&](int at) -> Look& { return looks[min(at, n - 1)]; };
+  const auto request_at = [&](int at) -> LineRequest& { return requests[min(at, n - 1)]; };
 #pragma unroll 1
   for (int base = 0; base < n; base += kLinesAhead * kTilesOfWarp) {
     uint4 first[kLinesAhead], last[kLinesAhead];
 #pragma unroll
     for (int k = 0; k < kLinesAhead; ++k) {
       if (k == 0 || base + k * kTilesOfWarp < n) {
-        const Look& it = look(base + k * kTilesOfWarp + tile);
+        const LineRequest& it = request_at(base + k * kTilesOfWarp + tile);
         const auto address = *reinterpret_cast<const uint64_t*>(it.words);
         const uint4* const line = reinterpret_cast<const uint4*>(address) + lane;
         first[k] = load_vector_cached(line);
@@ -127,8 +128,8 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
     for (int k = 0; k < kLinesAhead; ++k) {
       if (k == 0 || base + k * kTilesOfWarp < n) {
         const int at = base + k * kTilesOfWarp + tile;
-        Look& it = look(at);
-        uint32_t answer = compare(first[k], last[k], it.words[kAskedDigest]);
+        LineRequest& it = request_at(at);
+        uint32_t answer = compare(first[k], last[k], it.words[kRequestDigest]);
         if (kFree) answer += count_taken(first[k], last[k]);
         __syncwarp();  // all lanes have read the requests
         if (at < n) it.words[lane] = answer;
@@ -136,8 +137,8 @@ __device__ __forceinline__ uint4 look_at_lines(Look* looks, bool asks, const Tab
     }
   }
   __syncwarp();
-  const uint4 answer = asks ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
-  __syncwarp();  // the next call overwrites `looks`
+  const uint4 answer = is_active ? *mine : uint4{~0u, ~0u, ~0u, ~0u};
+  __syncwarp();  // the next call overwrites `requests`
   return answer;
 }
 
@@ -165,8 +166,8 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
   return false;
 }
 
-// kOneTable: the view is a parameter of the launch. spread: most ids occur at one position only.
-// Steps are then exchanged, and steps of many tables are prefetched before the ids have been
+// kOneTable: the view is a parameter of the launch. mostly_unique: most ids occur at one position
+// only. Steps are then exchanged, and steps of many tables are prefetched before the ids have been
 // compared. Otherwise steps are written without a test, because waiting for a hot id's step costs
 // more than the saved writes; usually only one of a block's threads with the same slot writes.
 // kPacked: packed entries, one table. kScores: whether a table stores scores. sums: whether lookups
@@ -174,51 +175,52 @@ __device__ __forceinline__ bool write_step(uint32_t* last_step, uint32_t now, bo
 template <bool kTouch, bool kOneTable, bool kPacked, bool kScores>
 __global__ void __launch_bounds__(kThreads, kFindBlocks)
     find_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
-                const Batch batch, const Visit visit, int64_t* __restrict__ slots,
-                const Found found, const Missing missing, bool spread, bool sums, bool begun) {
-  __shared__ Look looks_of_block[kThreads];
+                const Batch batch, const CallContext context, int64_t* __restrict__ slots,
+                const Found found, const MissingLists missing, bool mostly_unique, bool sums,
+                bool begun) {
+  __shared__ LineRequest block_requests[kThreads];
   // By thread: its id (packed: the hash), to save registers; later the slot that it touches.
-  __shared__ int64_t of_thread[kThreads];
+  __shared__ int64_t by_thread[kThreads];
   // By slot modulo kTouchers: one of the threads that touch it.
   __shared__ uint32_t touchers[kTouch ? kTouchers : 1];
-  __shared__ BlockParts parts;
-  Look* const looks = looks_of_block + threadIdx.x / kWarp * kWarp;
+  __shared__ BlockListRanges parts;
+  LineRequest* const requests = block_requests + threadIdx.x / kWarp * kWarp;
   if (kTouch) let_next_kernel_start();
   if (kTouch && !begun) wait_for_kernel_before();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const bool given = at < batch.num_ids;
+  const bool is_valid = at < batch.num_ids;
   // Loads the id and the data of its feature at once.
-  const int64_t id = given ? batch.ids[at] : 0;
+  const int64_t id = is_valid ? batch.ids[at] : 0;
   const TableView& table =
       kOneTable ? only : tables[batch.feature_tables[feature_of_lane(batch, at)]];
   const uint32_t num_buckets = table.num_buckets;
   const uint64_t hash = hash_of_id(id);
-  of_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
+  by_thread[threadIdx.x] = kPacked ? static_cast<int64_t>(hash) : id;
   // Clears the scratch of the following kernels, at most four entries for each thread.
   if (kTouch && at * 4 <= missing.mask) {
     reinterpret_cast<uint4*>(missing.table)[at] = uint4{0, 0, 0, 0};
   }
   const BucketChoice choice = choose_buckets_of_hash(hash, num_buckets);
   uint32_t bucket = choice.first;
-  uint32_t position = kNowhere;
-  bool searching = given;
-  bool room = false;        // whether a free slot was seen
-  bool room_first = false;  // whether a new id takes the first bucket
+  uint32_t position = kNotFound;
+  bool searching = is_valid;
+  bool has_free_slot = false;   // whether a free slot was seen
+  bool first_has_room = false;  // whether a new id takes the first bucket
 #pragma unroll 1
   for (int turn = 0; turn < 2 && __any_sync(kAllLanes, searching); ++turn) {
-    const uint4 answer = look_at_lines<kTouch>(looks, searching, table, bucket, choice.digest);
+    const uint4 answer = compare_lines<kTouch>(requests, searching, table, bucket, choice.digest);
     if (searching) {
       if (kTouch) {
         const int free = number_free(answer);
-        room |= free > 0;
-        if (turn == 0) room_first = prefers_first(table.bucket_slots, free, kBucketDigests);
+        has_free_slot |= free > 0;
+        if (turn == 0) first_has_room = prefers_first(table.bucket_slots, free, kBucketDigests);
       }
       const int64_t first_slot = static_cast<int64_t>(bucket) * table.bucket_slots;
       for (Matches matches(answer); matches.any(); matches.drop()) {
         const uint32_t candidate = matches.position();
         const int64_t slot = first_slot + candidate;
         if (kPacked) {
-          const auto wanted = static_cast<uint64_t>(of_thread[threadIdx.x]);
+          const auto wanted = static_cast<uint64_t>(by_thread[threadIdx.x]);
           if (is_entry_of<!kTouch>(entry_at(table, bucket, candidate), wanted)) {
             position = candidate;
             break;
@@ -227,77 +229,78 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
         }
         // A find in one table is 4 % faster if ids do not occupy L1.
         const int64_t stored = kOneTable && !kTouch ? load_once(&table.ids[slot]) : table.ids[slot];
-        if (kTouch && !kOneTable && spread) {
+        if (kTouch && !kOneTable && mostly_unique) {
           prefetch_l2(&table.last_steps[slot]);  // most are hits
         }
-        if (stored == of_thread[threadIdx.x]) {
+        if (stored == by_thread[threadIdx.x]) {
           position = candidate;
           break;
         }
       }
       // A table of one bucket has no second one to look at.
-      searching = position == kNowhere && bucket != choice.second;
+      searching = position == kNotFound && bucket != choice.second;
       if (searching) bucket = choice.second;
     }
   }
-  const bool there = position != kNowhere;
-  const bool listed = given && !there;
-  const bool full = kTouch && !room && missing.sorts_full;
+  const bool present = position != kNotFound;
+  const bool listed = is_valid && !present;
+  const bool full = kTouch && !has_free_slot && missing.sorts_full;
   bool any_listed = false;
-  const int64_t slot = there ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
+  const int64_t slot = present ? static_cast<int64_t>(bucket) * table.bucket_slots + position : 0;
   if (kTouch) {
     if (begun) wait_for_kernel_before();  // for the clock and the flags
-    if (there) {
-      of_thread[threadIdx.x] = table.first_slot + slot;
+    if (present) {
+      by_thread[threadIdx.x] = table.first_slot + slot;
       atomicExch(&touchers[static_cast<uint32_t>(slot) % kTouchers], threadIdx.x);
     }
     any_listed = count_listed(parts, missing, listed, full);
   }
   int64_t result = kNoSlot;
-  if (kTouch) result = room_first ? kMissingFromFirst : room ? kNoSlot : kMissingFromFull;
+  if (kTouch)
+    result = first_has_room ? kMissingFromFirst : has_free_slot ? kNoSlot : kMissingFromFull;
   bool first = false;  // whether it is the first position of the call to touch its slot, if wanted
   const uint32_t entry = static_cast<uint32_t>(slot) % kTouchers;
-  bool adds = false;     // this thread adds the block's lookups to the slot's score
-  bool counted = false;  // another thread adds this thread's score
-  bool apart = false;    // the warp's lanes with this slot update its score together
-  if (there) {
+  bool adds = false;              // this thread adds the block's lookups to the slot's score
+  bool counted = false;           // another thread adds this thread's score
+  bool combines_in_warp = false;  // the warp's lanes with this slot update its score together
+  if (present) {
     result = table.first_slot + slot;
     if (kTouch) {
       const uint32_t toucher = touchers[entry] % kOtherToucher;
-      const bool shares = of_thread[toucher] == result;
+      const bool shares = by_thread[toucher] == result;
       if (toucher == threadIdx.x || !shares) {
         uint32_t* const step =
             kPacked ? entry_at(table, bucket, position).step() : &table.last_steps[slot];
-        first = write_step(step, visit.now(), spread || found.writer != nullptr);
+        first = write_step(step, context.now(), mostly_unique || found.writer != nullptr);
       }
       if constexpr (kScores) {
         if (table.scores != nullptr) {
-          apart = !shares || visit.scores != nullptr;
-          adds = !apart && toucher == threadIdx.x;
-          counted = !apart && !adds;
+          combines_in_warp = !shares || context.scores != nullptr;
+          adds = !combines_in_warp && toucher == threadIdx.x;
+          counted = !combines_in_warp && !adds;
         }
       }
     }
   }
-  if (given) {
+  if (is_valid) {
     slots[at] = result;
-    if (kTouch && found.there != nullptr) found.there[at] = there;
+    if (kTouch && found.present != nullptr) found.present[at] = present;
     if (kTouch && found.writer != nullptr) found.writer[at] = first;
   }
   if constexpr (kScores) {
-    const unsigned lanes = __ballot_sync(kAllLanes, apart);
-    if (apart) {
+    const unsigned lanes = __ballot_sync(kAllLanes, combines_in_warp);
+    if (combines_in_warp) {
       const unsigned peers = __match_any_sync(lanes, static_cast<unsigned long long>(result));
-      update_score_of_lanes(table, slot, peers, visit, visit.given(at));
+      update_score_of_lanes(table, slot, peers, context, context.given(at));
     }
-    const uint32_t epoch = visit.epoch();  // loaded while the others are counted
+    const uint32_t epoch = context.epoch();  // loaded while the others are counted
     if (sums) {
       count_touchers(touchers, entry, counted);
       __syncthreads();
     }
     if (adds) {
       const uint32_t others = sums ? touchers[entry] / kOtherToucher : 0;
-      update_score(table, slot, visit, others + 1, epoch);
+      update_score(table, slot, context, others + 1, epoch);
     }
   }
   if (kTouch && any_listed) append_listed(parts, missing, listed, full, at);
@@ -306,13 +309,14 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks)
 // A touching find follows the kernel that starts the clock or one that ages the tables.
 template <bool kTouch>
 void launch_find(const TableView* tables, const TableView* only, const Batch& batch,
-                 const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                 bool spread, StoredScores scores, bool begun, cudaStream_t stream) {
+                 const CallContext& context, int64_t* slots, const Found& found,
+                 const MissingLists& missing, bool mostly_unique, StoredScores scores, bool begun,
+                 cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const unsigned grid = grid_for(batch.num_ids);
   const auto launch = [&](auto kernel, auto... arguments) {
     if (kTouch) {
-      launch_chained(kernel, grid, kThreads, stream, arguments...);
+      launch_dependent(kernel, grid, kThreads, stream, arguments...);
     } else {
       kernel<<<grid, kThreads, 0, stream>>>(arguments...);
       HKV_CUDA_CHECK_LAUNCH();
@@ -324,11 +328,11 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
       const bool packed = only->entries.words != nullptr;
       launch(packed && !kScores ? find_kernel<kTouch, true, true, false>
                                 : find_kernel<kTouch, true, false, kScores>,
-             *only, static_cast<const TableView*>(nullptr), batch, visit, slots, found, missing,
-             spread, sums, begun);
+             *only, static_cast<const TableView*>(nullptr), batch, context, slots, found, missing,
+             mostly_unique, sums, begun);
     } else {
-      launch(find_kernel<kTouch, false, false, kScores>, TableView{}, tables, batch, visit, slots,
-             found, missing, spread, sums, begun);
+      launch(find_kernel<kTouch, false, false, kScores>, TableView{}, tables, batch, context, slots,
+             found, missing, mostly_unique, sums, begun);
     }
   };
   if constexpr (kTouch) {
@@ -341,15 +345,16 @@ void launch_find(const TableView* tables, const TableView* only, const Batch& ba
 
 void find(const TableView* tables, const TableView* only, const Batch& batch, int64_t* slots,
           cudaStream_t stream) {
-  launch_find<false>(tables, only, batch, Visit{}, slots, Found{}, Missing{}, false,
+  launch_find<false>(tables, only, batch, CallContext{}, slots, Found{}, MissingLists{}, false,
                      StoredScores::kNone, false, stream);
 }
 
 void find_and_touch(const TableView* tables, const TableView* only, const Batch& batch,
-                    const Visit& visit, int64_t* slots, const Found& found, const Missing& missing,
-                    bool spread, StoredScores scores, bool begun, cudaStream_t stream) {
-  launch_find<true>(tables, only, batch, visit, slots, found, missing, spread, scores, begun,
-                    stream);
+                    const CallContext& context, int64_t* slots, const Found& found,
+                    const MissingLists& missing, bool mostly_unique, StoredScores scores,
+                    bool begun, cudaStream_t stream) {
+  launch_find<true>(tables, only, batch, context, slots, found, missing, mostly_unique, scores,
+                    begun, stream);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -3,11 +3,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/hbm_cache/frames.cuh"
-#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/missing_lists.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
 #include "hash_table/cuda/row_vector.cuh"
 #include "hash_table/kernels.h"
@@ -19,45 +19,45 @@ namespace {
 // short rows fill the warp and several loads are in flight.
 constexpr int kRowsOfWarp = 8;
 
-// Copies rows whose addresses are not null; lane k holds those of row k. Piece: the widest type
+// Copies rows whose addresses are not null; lane k holds those of row k. Word: the widest type
 // that the size of the rows allows.
-template <typename Piece>
-__device__ __forceinline__ void copy_pieces(char* to, const char* from, int32_t bytes) {
+template <typename Word>
+__device__ __forceinline__ void copy_words(char* to, const char* from, int32_t bytes) {
   constexpr int kAtOnce = 4;
-  const int32_t pieces = bytes / static_cast<int32_t>(sizeof(Piece));
-  const int32_t all = pieces * kRowsOfWarp;
+  const int32_t words = bytes / static_cast<int32_t>(sizeof(Word));
+  const int32_t all = words * kRowsOfWarp;
   for (int32_t begin = 0; begin < all; begin += kAtOnce * kWarp) {
     // Reads all before the first write. Otherwise each read would wait for the previous write,
     // because the compiler can't know that rows do not overlap.
-    Piece held[kAtOnce];
-    char* its_to[kAtOnce] = {};
+    Word loaded[kAtOnce];
+    char* word_to[kAtOnce] = {};
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       if (begin + k * kWarp >= all) break;
       const int32_t i = begin + k * kWarp + threadIdx.x % kWarp;
-      const int32_t row = i < all ? i / pieces : 0;
-      const int64_t at = static_cast<int64_t>(i - row * pieces) * sizeof(Piece);
+      const int32_t row = i < all ? i / words : 0;
+      const int64_t at = static_cast<int64_t>(i - row * words) * sizeof(Word);
       auto* row_to = reinterpret_cast<char*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to), row));
       const auto* row_from = reinterpret_cast<const char*>(
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(from), row));
       if (i >= all || row_to == nullptr || row_from == nullptr) continue;
-      held[k] = *reinterpret_cast<const Piece*>(in_global(row_from) + at);
-      its_to[k] = row_to + at;
+      loaded[k] = *reinterpret_cast<const Word*>(in_global(row_from) + at);
+      word_to[k] = row_to + at;
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      if (its_to[k] != nullptr) *reinterpret_cast<Piece*>(in_global(its_to[k])) = held[k];
+      if (word_to[k] != nullptr) *reinterpret_cast<Word*>(in_global(word_to[k])) = loaded[k];
     }
   }
 }
 __device__ __forceinline__ void copy_rows(char* to, const char* from, int32_t bytes) {
   if (bytes % 16 == 0) {
-    copy_pieces<uint4>(to, from, bytes);
+    copy_words<uint4>(to, from, bytes);
   } else if (bytes % 4 == 0) {
-    copy_pieces<uint32_t>(to, from, bytes);
+    copy_words<uint32_t>(to, from, bytes);
   } else {
-    copy_pieces<uint16_t>(to, from, bytes);
+    copy_words<uint16_t>(to, from, bytes);
   }
 }
 
@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(kThreads)
   if (mine && found != nullptr) found[first + lane] = slot != kNoSlot;
   copy_rows(rows + (first + lane) * bytes,
             slot == kNoSlot ? nullptr : store.at(slot, table.frames.frame_of(slot)), bytes);
-  for (unsigned left = __ballot_sync(kAllLanes, mine && slot == kNoSlot); left; left &= left - 1) {
-    const int64_t i = first + __ffs(static_cast<int>(left)) - 1;
+  for (unsigned remaining = __ballot_sync(kAllLanes, mine && slot == kNoSlot); remaining;
+       remaining &= remaining - 1) {
+    const int64_t i = first + __ffs(static_cast<int>(remaining)) - 1;
     if (ids == nullptr) {
       for (int32_t b = lane * 2; b < bytes; b += kWarp * 2) {
         *reinterpret_cast<uint16_t*>(rows + i * bytes + b) = 0;
@@ -132,9 +133,9 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_kernel_before();
   const int lane = threadIdx.x % kWarp;
   const int64_t first = first_row_of_warp();
-  const bool mine = lane < kRowsOfWarp && first + lane < n;
+  const bool is_row_lane = lane < kRowsOfWarp && first + lane < n;
   int64_t slot =
-      mine && (writer == nullptr || writer[first + lane]) ? slots[first + lane] : kNoSlot;
+      is_row_lane && (writer == nullptr || writer[first + lane]) ? slots[first + lane] : kNoSlot;
   if (writer == nullptr && !block.claim(claims, slot)) slot = kNoSlot;
   if (first >= n) return;
   const auto bytes = static_cast<int32_t>(table.rows.bytes());
@@ -156,7 +157,7 @@ __device__ __forceinline__ void add_element(RowType type, char* row, int32_t c, 
   }
 }
 
-constexpr int kMostColumns = 2048;  // columns of a row; runtime/table_config.cpp refuses more
+constexpr int kMaxColumns = 2048;  // columns of a row; runtime/table_config.cpp refuses more
 
 // A warp takes 32 neighbouring positions. Rows for one slot are summed before they are added to
 // memory: for the slot with the most positions in a warp over the whole block, for others over a
@@ -166,8 +167,8 @@ __global__ void __launch_bounds__(kThreads)
     add_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
                int32_t num_tables, const int64_t* __restrict__ slots, int64_t n,
                const RowMatrix rows) {
-  constexpr int kFewest = 8;            // least positions of a warp for a sum over the block
-  __shared__ float sums[kMostColumns];  // of the block's hot slot
+  constexpr int kMin = 8;              // least positions of a warp for a sum over the block
+  __shared__ float sums[kMaxColumns];  // of the block's hot slot
   __shared__ int64_t slots_of_block[kThreads];
   __shared__ uint32_t most;  // most positions of one slot in a warp, and their first thread
   const int lane = threadIdx.x % kWarp;
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   slots_of_block[threadIdx.x] = slot;
   if (threadIdx.x == 0) most = 0;
   __syncthreads();
-  if (leads && __popc(peers) >= kFewest) atomicMax(&most, __popc(peers) * kThreads + threadIdx.x);
+  if (leads && __popc(peers) >= kMin) atomicMax(&most, __popc(peers) * kThreads + threadIdx.x);
   __syncthreads();
   const bool any_hot = most != 0;
   const int64_t hot_slot = any_hot ? slots_of_block[most % kThreads] : kNoSlot;
@@ -189,18 +190,21 @@ __global__ void __launch_bounds__(kThreads)
     for (int32_t c = threadIdx.x; c < hot_table->dim(); c += kThreads) sums[c] = 0.0f;
     __syncthreads();
   }
-  for (unsigned left = __ballot_sync(kAllLanes, leads); left; left &= left - 1) {
-    const int source = __ffs(static_cast<int>(left)) - 1;
-    const int64_t its_slot = __shfl_sync(kAllLanes, slot, source);
-    const unsigned its_peers = __shfl_sync(kAllLanes, peers, source);
-    const bool hot = its_slot == hot_slot;
-    const TableView& table = kOneTable ? only : tables[table_of_slot(tables, num_tables, its_slot)];
-    char* const row = hot ? nullptr : row_to_write(table, its_slot - table.first_slot, lane == 0);
+  for (unsigned remaining = __ballot_sync(kAllLanes, leads); remaining;
+       remaining &= remaining - 1) {
+    const int source = __ffs(static_cast<int>(remaining)) - 1;
+    const int64_t source_slot = __shfl_sync(kAllLanes, slot, source);
+    const unsigned source_peers = __shfl_sync(kAllLanes, peers, source);
+    const bool hot = source_slot == hot_slot;
+    const TableView& table =
+        kOneTable ? only : tables[table_of_slot(tables, num_tables, source_slot)];
+    char* const row =
+        hot ? nullptr : row_to_write(table, source_slot - table.first_slot, lane == 0);
     for (int32_t c = lane; c < table.dim(); c += kWarp) {
       float sum = 0.0f;
 #pragma unroll 4
-      for (unsigned of = its_peers; of; of &= of - 1) {
-        sum += load_element(rows.type, rows.at(first + __ffs(static_cast<int>(of)) - 1), c);
+      for (unsigned peer = source_peers; peer; peer &= peer - 1) {
+        sum += load_element(rows.type, rows.at(first + __ffs(static_cast<int>(peer)) - 1), c);
       }
       if (hot) {
         atomicAdd(&sums[c], sum);
@@ -285,29 +289,31 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // If `ids` is null, rows for kNoSlot are zeros.
-void gather_of_one(const TableView& table, const RowStore& store, const int64_t* ids,
-                   const int64_t* slots, int64_t n, char* rows, bool* found, cudaStream_t stream) {
+void gather_single_table(const TableView& table, const RowStore& store, const int64_t* ids,
+                         const int64_t* slots, int64_t n, char* rows, bool* found,
+                         cudaStream_t stream) {
   if (n == 0 || store.width == 0) return;
   const int64_t warps = (n + kRowsOfWarp - 1) / kRowsOfWarp;
   const auto kernel = table.initial_rows.distribution == Distribution::kUniform
                           ? gather_kernel<Distribution::kUniform>
                           : gather_kernel<Distribution::kNormal>;
-  launch_chained(kernel, grid_for(warps * kWarp), kThreads, stream, table, store, ids, slots, n,
-                 rows, found);
+  launch_dependent(kernel, grid_for(warps * kWarp), kThreads, stream, table, store, ids, slots, n,
+                   rows, found);
 }
 
 }  // namespace
 
 void gather(const TableView& table, const RowStore& store, const int64_t* slots, int64_t n,
             char* vectors, cudaStream_t stream) {
-  gather_of_one(table, store, nullptr, slots, n, vectors, nullptr, stream);
+  gather_single_table(table, store, nullptr, slots, n, vectors, nullptr, stream);
 }
 
 void gather_rows(const TableView* tables, const TableView* only, const Batch& batch,
                  const int64_t* slots, const RowMatrix& rows, bool* found, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   if (only != nullptr && only->rows.type == rows.type) {
-    gather_of_one(*only, only->rows, batch.ids, slots, batch.num_ids, rows.data, found, stream);
+    gather_single_table(*only, only->rows, batch.ids, slots, batch.num_ids, rows.data, found,
+                        stream);
     return;
   }
   gather_group_kernel<<<grid_for(batch.num_ids * kRowLanes), kThreads, 0, stream>>>(
@@ -328,8 +334,8 @@ void write_rows(const TableView* tables, const TableView* only, int32_t num_tabl
     assign_group_kernel<<<grid_for(n * kRowLanes), kThreads, 0, stream>>>(tables, num_tables, slots,
                                                                           n, rows, writer, claims);
   } else {
-    launch_chained(assign_kernel, grid_for(warps * kWarp), kThreads, stream, *only, slots,
-                   static_cast<const char*>(rows.data), n, writer, claims);
+    launch_dependent(assign_kernel, grid_for(warps * kWarp), kThreads, stream, *only, slots,
+                     static_cast<const char*>(rows.data), n, writer, claims);
     return;
   }
   HKV_CUDA_CHECK_LAUNCH();

@@ -4,28 +4,28 @@
 #include "common/cuda_check.h"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
-#include "hash_table/cuda/insert/missing.cuh"
+#include "hash_table/cuda/insert/missing_lists.cuh"
 #include "hash_table/cuda/row_matrix.cuh"
 #include "hash_table/kernels.h"
 
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int kRowLanes = 8;            // lanes that copy one entry
-constexpr int64_t kMostTables = 65535;  // limit of the grid's second dimension
-constexpr int64_t kMostBlocks = 4096;   // blocks that search a table
+constexpr int kRowLanes = 8;           // lanes that copy one entry
+constexpr int64_t kMaxTables = 65535;  // limit of the grid's second dimension
+constexpr int64_t kMaxBlocks = 4096;   // blocks that search a table
 
 // kOneTable, here and below: the view is a parameter of the launch.
 template <bool kOneTable>
 __global__ void __launch_bounds__(kThreads)
     touch_kernel(const __grid_constant__ TableView only, const TableView* __restrict__ tables,
-                 const Batch batch, const int64_t* __restrict__ slots, const Visit visit) {
+                 const Batch batch, const int64_t* __restrict__ slots, const CallContext context) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const bool hit = i < batch.num_ids && slots[i] != kNoSlot;
   const unsigned hits = __ballot_sync(kAllLanes, hit);
   if (!hit) return;
   const TableView& table = kOneTable ? only : table_at(tables, batch, i);
-  touch(hits, table, slots[i] - table.first_slot, visit, visit.given(i));
+  touch(hits, table, slots[i] - table.first_slot, context, context.given(i));
 }
 
 template <bool kOneTable>
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     export_kernel(const TableView* __restrict__ tables, int32_t num_tables,
-                  const int64_t* __restrict__ slots, int64_t n, const Exported out) {
+                  const int64_t* __restrict__ slots, int64_t n, const ExportedEntries out) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kRowLanes;
   if (i >= n) return;
   const int lane = threadIdx.x % kRowLanes;
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void touch_slots(const TableView* tables, const TableView* only, const Batch& batch,
-                 const int64_t* slots, const Visit& visit, cudaStream_t stream) {
+                 const int64_t* slots, const CallContext& context, cudaStream_t stream) {
   if (batch.num_ids == 0) return;
   const auto kernel = only != nullptr ? touch_kernel<true> : touch_kernel<false>;
   kernel<<<grid_for(batch.num_ids), kThreads, 0, stream>>>(only != nullptr ? *only : TableView{},
-                                                           tables, batch, slots, visit);
+                                                           tables, batch, slots, context);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
@@ -99,17 +99,17 @@ void erase_slots(const TableView* tables, const TableView* only, int32_t num_tab
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void select_slots(const TableView* tables, int32_t num_tables, int64_t most_slots,
+void select_slots(const TableView* tables, int32_t num_tables, int64_t max_slots,
                   const Selection& selection, bool* chosen, cudaStream_t stream) {
-  if (most_slots == 0) return;
-  const dim3 grid(static_cast<unsigned>(min(int64_t{grid_for(most_slots)}, kMostBlocks)),
-                  static_cast<unsigned>(min(int64_t{num_tables}, kMostTables)));
+  if (max_slots == 0) return;
+  const dim3 grid(static_cast<unsigned>(min(int64_t{grid_for(max_slots)}, kMaxBlocks)),
+                  static_cast<unsigned>(min(int64_t{num_tables}, kMaxTables)));
   select_kernel<<<grid, kThreads, 0, stream>>>(tables, num_tables, selection, chosen);
   HKV_CUDA_CHECK_LAUNCH();
 }
 
 void export_slots(const TableView* tables, int32_t num_tables, const int64_t* slots, int64_t n,
-                  const Exported& out, cudaStream_t stream) {
+                  const ExportedEntries& out, cudaStream_t stream) {
   if (n == 0) return;
   export_kernel<<<grid_for(n * kRowLanes), kThreads, 0, stream>>>(tables, num_tables, slots, n,
                                                                   out);

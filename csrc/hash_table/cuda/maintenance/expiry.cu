@@ -8,17 +8,17 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-constexpr int64_t kMostTables = 65535;  // limit of the grid's second dimension
+constexpr int64_t kMaxTables = 65535;  // limit of the grid's second dimension
 
 // Blocks of one table have one blockIdx.y, so that a block counts with one atomic.
 __global__ void __launch_bounds__(kThreads)
     expire_kernel(const TableView* __restrict__ tables, const uint32_t* __restrict__ expire_after,
-                  int32_t num_tables, bool all, const Visit visit) {
+                  int32_t num_tables, bool all, const CallContext context) {
   for (int32_t t = static_cast<int32_t>(blockIdx.y); t < num_tables;
        t += static_cast<int32_t>(gridDim.y)) {
     const TableView& table = tables[t];
     const Sweep sweep =
-        all ? sweep_of_all(expire_after[t]) : sweep_of_call(expire_after[t], visit.now());
+        all ? sweep_of_all(expire_after[t]) : sweep_of_call(expire_after[t], context.now());
     const int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     bool expired = false;
     if (item < sweep_items(sweep, table.num_buckets)) {
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
       const int32_t position = static_cast<int32_t>(item % kBucketDigests);
       // A position beyond the bucket's slots has no step, so it is not read.
       uint32_t* const step = step_of(table, bucket * table.bucket_slots + position);
-      expired = position < table.bucket_slots && is_expired(sweep, visit, *step);
+      expired = position < table.bucket_slots && is_expired(sweep, context, *step);
       if (expired) {
         table.digests[bucket * kBucketDigests + position] = kEmptyDigest;
         *step = kFreeStep;
@@ -40,11 +40,11 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void expire(const TableView* tables, const uint32_t* expire_after, int32_t num_tables, bool all,
-            uint32_t most_buckets, const Visit& visit, cudaStream_t stream) {
-  const int64_t items = static_cast<int64_t>(most_buckets) * kBucketDigests;
+            uint32_t max_buckets, const CallContext& context, cudaStream_t stream) {
+  const int64_t items = static_cast<int64_t>(max_buckets) * kBucketDigests;
   if (items == 0) return;
-  const dim3 grid(grid_for(items), static_cast<unsigned>(min(int64_t{num_tables}, kMostTables)));
-  expire_kernel<<<grid, kThreads, 0, stream>>>(tables, expire_after, num_tables, all, visit);
+  const dim3 grid(grid_for(items), static_cast<unsigned>(min(int64_t{num_tables}, kMaxTables)));
+  expire_kernel<<<grid, kThreads, 0, stream>>>(tables, expire_after, num_tables, all, context);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

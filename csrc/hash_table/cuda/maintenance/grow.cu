@@ -9,7 +9,7 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 // Warps of one launch; each processes items until there are no more.
-constexpr int64_t kMostWarps = int64_t{1} << 24;
+constexpr int64_t kMaxWarps = int64_t{1} << 24;
 
 // A warp processes first_item(), first_item() + item_stride(), ...
 __device__ __forceinline__ int64_t first_item() {
@@ -18,14 +18,14 @@ __device__ __forceinline__ int64_t first_item() {
 __device__ __forceinline__ int64_t item_stride() {
   return static_cast<int64_t>(gridDim.x) * (kThreads / kWarp);
 }
-unsigned grid_for_items(int64_t items) { return grid_for(min(items, kMostWarps) * kWarp); }
+unsigned grid_for_items(int64_t items) { return grid_for(min(items, kMaxWarps) * kWarp); }
 
 // Copies one vector by all lanes of a warp, in the widest pieces that its size allows.
-template <typename Piece>
-__device__ __forceinline__ void copy_pieces(char* to, const char* from, int64_t bytes) {
-  for (int64_t b = threadIdx.x % kWarp * static_cast<int64_t>(sizeof(Piece)); b < bytes;
-       b += kWarp * static_cast<int64_t>(sizeof(Piece))) {
-    *reinterpret_cast<Piece*>(to + b) = *reinterpret_cast<const Piece*>(from + b);
+template <typename Word>
+__device__ __forceinline__ void copy_words(char* to, const char* from, int64_t bytes) {
+  for (int64_t b = threadIdx.x % kWarp * static_cast<int64_t>(sizeof(Word)); b < bytes;
+       b += kWarp * static_cast<int64_t>(sizeof(Word))) {
+    *reinterpret_cast<Word*>(to + b) = *reinterpret_cast<const Word*>(from + b);
   }
 }
 __device__ __forceinline__ void copy_vector(const RowStore& store, int64_t from, int64_t to) {
@@ -33,11 +33,11 @@ __device__ __forceinline__ void copy_vector(const RowStore& store, int64_t from,
   char* target = store.at(to, kNoFrame);
   const char* source = store.at(from, kNoFrame);
   if (bytes % 16 == 0) {
-    copy_pieces<uint4>(target, source, bytes);
+    copy_words<uint4>(target, source, bytes);
   } else if (bytes % 4 == 0) {
-    copy_pieces<uint32_t>(target, source, bytes);
+    copy_words<uint32_t>(target, source, bytes);
   } else {
-    copy_pieces<uint16_t>(target, source, bytes);
+    copy_words<uint16_t>(target, source, bytes);
   }
 }
 
@@ -91,18 +91,18 @@ __global__ void __launch_bounds__(kThreads) split_kernel(TableView table, SplitR
   }
 }
 
-// astray: the number of entries astray in slots [begin, end), and as many of their slots as there
-// is room for. One thread for each slot.
+// misplaced: the number of misplaced entries in slots [begin, end), and as many of their slots as
+// there is room for. One thread for each slot.
 __global__ void __launch_bounds__(kThreads)
-    list_astray_kernel(TableView table, int64_t begin, int64_t end, int64_t* astray) {
+    list_misplaced_kernel(TableView table, int64_t begin, int64_t end, int64_t* misplaced) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t slot = begin + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; slot < end;
        slot += stride) {
     if (*digest_at(table, slot) == kEmptyDigest) continue;
     const auto bucket = static_cast<uint32_t>(slot / table.bucket_slots);
-    if (!is_astray(table.ids[slot], bucket, table.num_buckets)) continue;
-    const unsigned long long at = atomicAdd(reinterpret_cast<unsigned long long*>(astray), 1ull);
-    if (at < kAstrayRoom) astray[1 + at] = slot;
+    if (!is_misplaced(table.ids[slot], bucket, table.num_buckets)) continue;
+    const unsigned long long at = atomicAdd(reinterpret_cast<unsigned long long*>(misplaced), 1ull);
+    if (at < kMisplacedCapacity) misplaced[1 + at] = slot;
   }
 }
 
@@ -120,9 +120,9 @@ __device__ __forceinline__ uint64_t free_positions(const TableView& table, uint3
 // One warp moves one entry after the other, as on a CPU: they are few, and their slots must be
 // deterministic. grow.h explains why each finds a free slot.
 __global__ void __launch_bounds__(kWarp)
-    settle_kernel(TableView table, const int64_t* __restrict__ astray, int64_t n) {
+    move_misplaced_kernel(TableView table, const int64_t* __restrict__ misplaced, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t from = astray[i];
+    const int64_t from = misplaced[i];
     const BucketChoice choice = choose_buckets(table.ids[from], table.num_buckets);
     const uint64_t free_first = free_positions(table, choice.first);
     const uint64_t free_second = free_positions(table, choice.second);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(TableView table, int64_
 
 }  // namespace
 
-void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream) {
+void split_buckets(const TableView& table, int64_t* misplaced, cudaStream_t stream) {
   for (SplitRange range = SplitRange::first(table.num_buckets);; range = range.next()) {
     const int64_t items = static_cast<int64_t>(range.end - range.begin) * kBucketDigests;
     if (items > 0) {
@@ -177,28 +177,28 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
   TableView doubled = table;
   doubled.num_buckets *= 2;
   doubled.num_slots *= 2;
-  std::vector<int64_t> slots(kAstrayRoom + 1);
+  std::vector<int64_t> slots(kMisplacedCapacity + 1);
   const auto list_between = [&](int64_t begin, int64_t end) {
-    HKV_CUDA_CHECK(cudaMemsetAsync(astray, 0, sizeof(int64_t), stream));
-    list_astray_kernel<<<grid_for(min(end - begin, kMostWarps)), kThreads, 0, stream>>>(
-        doubled, begin, end, astray);
+    HKV_CUDA_CHECK(cudaMemsetAsync(misplaced, 0, sizeof(int64_t), stream));
+    list_misplaced_kernel<<<grid_for(min(end - begin, kMaxWarps)), kThreads, 0, stream>>>(
+        doubled, begin, end, misplaced);
     HKV_CUDA_CHECK_LAUNCH();
-    HKV_CUDA_CHECK(cudaMemcpyAsync(slots.data(), astray, slots.size() * sizeof(int64_t),
+    HKV_CUDA_CHECK(cudaMemcpyAsync(slots.data(), misplaced, slots.size() * sizeof(int64_t),
                                    cudaMemcpyDeviceToHost, stream));
     HKV_CUDA_CHECK(cudaStreamSynchronize(stream));
     return slots[0];
   };
   for (int64_t begin = 0, end = doubled.num_slots; begin < doubled.num_slots;) {
     const int64_t number = list_between(begin, end);
-    if (number > kAstrayRoom) {  // more than the list has room for
+    if (number > kMisplacedCapacity) {  // more than the list has room for
       end = begin + (end - begin) / 2;
       continue;
     }
     if (number > 0) {
       std::sort(slots.begin() + 1, slots.begin() + 1 + number);
-      HKV_CUDA_CHECK(cudaMemcpyAsync(astray + 1, slots.data() + 1, number * sizeof(int64_t),
+      HKV_CUDA_CHECK(cudaMemcpyAsync(misplaced + 1, slots.data() + 1, number * sizeof(int64_t),
                                      cudaMemcpyHostToDevice, stream));
-      settle_kernel<<<1, kWarp, 0, stream>>>(doubled, astray + 1, number);
+      move_misplaced_kernel<<<1, kWarp, 0, stream>>>(doubled, misplaced + 1, number);
       HKV_CUDA_CHECK_LAUNCH();
       HKV_CUDA_CHECK(cudaStreamSynchronize(stream));  // before `slots` is overwritten
     }
@@ -210,8 +210,8 @@ void split_buckets(const TableView& table, int64_t* astray, cudaStream_t stream)
 
 void count_entries(const TableView& table, int64_t* number, cudaStream_t stream) {
   const int64_t vectors = static_cast<int64_t>(table.num_buckets) * kLineVectors;
-  constexpr int64_t kMostThreads = int64_t{1} << 20;
-  count_kernel<<<grid_for(min(vectors, kMostThreads)), kThreads, 0, stream>>>(table, number);
+  constexpr int64_t kMaxThreads = int64_t{1} << 20;
+  count_kernel<<<grid_for(min(vectors, kMaxThreads)), kThreads, 0, stream>>>(table, number);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

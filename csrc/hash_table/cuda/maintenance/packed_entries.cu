@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   if (slot < table.num_buckets)
     reinterpret_cast<uint4*>(table.oldest.get())[slot] = uint4{0, 0, 0, 0};
   if (slot >= table.num_slots) return;
-  const Entry entry = entry_of(table, slot);
+  const PackedEntry entry = entry_of(table, slot);
   const bool free = *digest_of_slot(table, slot) == kEmptyDigest;
   if (!free) write_packed_id(entry, hash_of_id(ids[slot]));
   *entry.step() = free ? kFreeStep : last_steps[slot];

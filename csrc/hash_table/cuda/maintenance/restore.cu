@@ -17,7 +17,7 @@ namespace {
 constexpr uint32_t kBusyStep = 0xffffffffu;
 
 // The data of a displaced entry.
-struct Source {
+struct EntryData {
   int64_t id;
   uint64_t score;
   uint32_t last_step;
@@ -25,8 +25,8 @@ struct Source {
   const char* state;
 };
 
-__device__ void note_displaced(const TableView& table, const Source& source,
-                               const Displaced& displaced) {
+__device__ void append_displaced(const TableView& table, const EntryData& source,
+                                 const DisplacedEntries& displaced) {
   unsigned long long at = 0;
   if (threadIdx.x % kWarp == 0) {
     at = atomicAdd(reinterpret_cast<unsigned long long*>(&displaced.counts[0]), 1ull);
@@ -58,12 +58,12 @@ __global__ void __launch_bounds__(kThreads)
 // Claims a free slot; all lanes get the result.
 __device__ __forceinline__ bool claim_free(const TableView& table, int64_t slot, uint16_t digest) {
   static_assert(sizeof(unsigned short) == sizeof(uint16_t));
-  int mine = 0;
+  int claimed = 0;
   if (threadIdx.x % kWarp == 0) {
-    mine = atomicCAS(reinterpret_cast<unsigned short*>(digest_of_slot(table, slot)), kEmptyDigest,
-                     digest) == kEmptyDigest;
+    claimed = atomicCAS(reinterpret_cast<unsigned short*>(digest_of_slot(table, slot)),
+                        kEmptyDigest, digest) == kEmptyDigest;
   }
-  return __shfl_sync(kAllLanes, mine, 0) != 0;
+  return __shfl_sync(kAllLanes, claimed, 0) != 0;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -75,12 +75,12 @@ __global__ void __launch_bounds__(kThreads)
   const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
   const int64_t bucket = slot < 0 ? -1 : slot / table.bucket_slots;
   // Two entries may have the same slot; the first to claim it gets it.
-  const bool mine =
+  const bool claimed =
       (bucket == choice.first || bucket == choice.second) && claim_free(table, slot, choice.digest);
-  if (mine) write_entry(table, slot, entries, i);
+  if (claimed) write_entry(table, slot, entries, i);
   if (threadIdx.x % kWarp == 0) {
-    placed[i] = mine;
-    if (mine) restore_step(table, slot, entries.last_steps[i]);
+    placed[i] = claimed;
+    if (claimed) restore_step(table, slot, entries.last_steps[i]);
   }
 }
 
@@ -136,15 +136,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-struct Victim {
+struct RestoreVictim {
   int64_t slot;  // kNoSlot: no victim
   Rank rank;
   bool busy;  // whether a busy slot was left out
 };
 
 // The slot of the lowest rank in two full buckets; the same result in all lanes.
-__device__ Victim lowest_rank(const TableView& table, const BucketChoice& choice) {
-  Victim lowest{kNoSlot, {~0ull, kBusyStep}, false};
+__device__ RestoreVictim lowest_rank(const TableView& table, const BucketChoice& choice) {
+  RestoreVictim lowest{kNoSlot, {~0ull, kBusyStep}, false};
   for (int b = 0; b < 2; ++b) {
     const int64_t base =
         static_cast<int64_t>(b == 0 ? choice.first : choice.second) * table.bucket_slots;
@@ -159,7 +159,7 @@ __device__ Victim lowest_rank(const TableView& table, const BucketChoice& choice
     }
   }
   for (int offset = kWarp / 2; offset; offset /= 2) {
-    Victim other;
+    RestoreVictim other;
     other.slot = __shfl_xor_sync(kAllLanes, lowest.slot, offset);
     other.rank.score = __shfl_xor_sync(kAllLanes, lowest.rank.score, offset);
     other.rank.last_step = __shfl_xor_sync(kAllLanes, lowest.rank.last_step, offset);
@@ -175,45 +175,45 @@ __device__ Victim lowest_rank(const TableView& table, const BucketChoice& choice
 
 // Marks a victim's slot as busy; all lanes get the result. Between the read and the claim another
 // entry with the same last step may have taken the slot; the score distinguishes them.
-__device__ bool claim_victim(const TableView& table, const Victim& victim) {
-  int mine = 0;
+__device__ bool claim_victim(const TableView& table, const RestoreVictim& victim) {
+  int claimed = 0;
   if (threadIdx.x % kWarp == 0) {
     uint32_t* step = step_of(table, victim.slot);
-    mine = atomicCAS(step, victim.rank.last_step, kBusyStep) == victim.rank.last_step;
+    claimed = atomicCAS(step, victim.rank.last_step, kBusyStep) == victim.rank.last_step;
     __threadfence();
-    if (mine && table.scores != nullptr &&
+    if (claimed && table.scores != nullptr &&
         table.ranking().of(load_score(table, victim.slot), victim.rank.last_step) !=
             victim.rank.score) {
       store_l2(step, victim.rank.last_step);
-      mine = 0;
+      claimed = 0;
     }
   }
-  mine = __shfl_sync(kAllLanes, mine, 0);
+  claimed = __shfl_sync(kAllLanes, claimed, 0);
   __syncwarp();  // the other lanes see what lane 0's fence has made visible
-  return mine != 0;
+  return claimed != 0;
 }
 
 __global__ void __launch_bounds__(kThreads)
-    replace_kernel(TableView table, Entries entries, Displaced displaced,
+    replace_kernel(TableView table, Entries entries, DisplacedEntries displaced,
                    const bool* __restrict__ waiting) {
   const int64_t i = warp_index();
   if (i >= entries.n || !waiting[i]) return;
   const Widths widths(table);
   const BucketChoice choice = choose_buckets(entries.ids[i], table.num_buckets);
-  const Rank own = entries.rank(table.ranking(), i);
+  const Rank entry_rank = entries.rank(table.ranking(), i);
   const auto score_of = [&](const uint64_t* scores, int64_t at) {
     return scores == nullptr ? uint64_t{0} : scores[at];
   };
-  Victim victim;
+  RestoreVictim victim;
   do {
     victim = lowest_rank(table, choice);
-    if (victim.slot == kNoSlot || !(victim.rank < own)) {
+    if (victim.slot == kNoSlot || !(victim.rank < entry_rank)) {
       if (victim.busy) {
-        note_displaced(table,
-                       {entries.ids[i], score_of(entries.scores, i), own.last_step,
-                        entries.rows + i * widths.row,
-                        reinterpret_cast<const char*>(entries.states) + i * widths.state},
-                       displaced);
+        append_displaced(table,
+                         {entries.ids[i], score_of(entries.scores, i), entry_rank.last_step,
+                          entries.rows + i * widths.row,
+                          reinterpret_cast<const char*>(entries.states) + i * widths.state},
+                         displaced);
       } else if (threadIdx.x % kWarp == 0) {
         atomicAdd(reinterpret_cast<unsigned long long*>(&displaced.counts[1]), 1ull);
       }
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   } while (!claim_victim(table, victim));
   const int64_t slot = victim.slot;
-  note_displaced(
+  append_displaced(
       table,
       {id_of_slot(table, slot), table.scores == nullptr ? 0 : load_score(table, slot),
        victim.rank.last_step, table.row(slot), reinterpret_cast<const char*>(table.state(slot))},
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % kWarp == 0) store_l2(digest_of_slot(table, slot), choice.digest);
   __threadfence();
   __syncwarp();
-  if (threadIdx.x % kWarp == 0) restore_step(table, slot, own.last_step);
+  if (threadIdx.x % kWarp == 0) restore_step(table, slot, entry_rank.last_step);
 }
 
 }  // namespace
@@ -259,8 +259,8 @@ void overwrite_slots(const TableView& table, const Entries& entries, const int64
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void restore_entries(const TableView& table, const Entries& entries, const Displaced& displaced,
-                     bool* waiting, cudaStream_t stream) {
+void restore_entries(const TableView& table, const Entries& entries,
+                     const DisplacedEntries& displaced, bool* waiting, cudaStream_t stream) {
   if (entries.n == 0) return;
   const unsigned grid = grid_for(entries.n * kWarp);
   fill_kernel<<<grid, kThreads, 0, stream>>>(table, entries, waiting);

@@ -7,6 +7,7 @@
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/entry.cuh"
 #include "hash_table/cuda/insert/insert.cuh"
+#include "hash_table/cuda/insert/place.cuh"
 #include "hash_table/cuda/maintenance/restore.cuh"
 #include "hash_table/kernels.h"
 
@@ -24,11 +25,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // Stores the places of each entry in the queues, and the first entry of each queue.
 __global__ void __launch_bounds__(kThreads)
-    deal_kernel(const int64_t* __restrict__ buckets, const int64_t* __restrict__ places, int64_t n,
-                const RestoreOrder order) {
+    store_tickets_kernel(const int64_t* __restrict__ buckets,
+                         const int64_t* __restrict__ queue_positions, int64_t n,
+                         const RestoreOrder order) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
-  order.tickets[places[i]] = static_cast<uint32_t>(i);
+  order.tickets[queue_positions[i]] = static_cast<uint32_t>(i);
   if (i == 0 || buckets[i - 1] != buckets[i]) order.turns[buckets[i]] = static_cast<uint32_t>(i);
 }
 
@@ -58,11 +60,6 @@ __device__ __forceinline__ int64_t free_slot(const TableView& table, const Bucke
          __ffsll(static_cast<long long>(free)) - 1;
 }
 
-struct Victim {
-  int64_t slot;  // kNoSlot: no victim
-  Rank rank;
-};
-
 // The slot of the lowest rank in two full buckets; the first of equal ones.
 __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice& choice) {
   Rank lowest{~0ull, kFreeStep};
@@ -80,10 +77,10 @@ __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice
   for (int offset = kWarp / 2; offset; offset /= 2) {
     const Rank other{__shfl_xor_sync(kAllLanes, lowest.score, offset),
                      __shfl_xor_sync(kAllLanes, lowest.last_step, offset)};
-    const uint32_t its = __shfl_xor_sync(kAllLanes, place, offset);
-    if (other < lowest || (!(lowest < other) && its < place)) {
+    const uint32_t other_place = __shfl_xor_sync(kAllLanes, place, offset);
+    if (other < lowest || (!(lowest < other) && other_place < place)) {
       lowest = other;
-      place = its;
+      place = other_place;
     }
   }
   if (place == 2 * kBucketDigests) return Victim{kNoSlot, lowest};
@@ -91,8 +88,8 @@ __device__ Victim lowest_rank_of_warp(const TableView& table, const BucketChoice
 }
 
 // Copies the entry that entry i replaces to place i.
-__device__ void note_displaced(const TableView& table, const Victim& victim,
-                               const Displaced& displaced, int64_t i) {
+__device__ void copy_displaced(const TableView& table, const Victim& victim,
+                               const DisplacedEntries& displaced, int64_t i) {
   const Widths widths(table);
   if (threadIdx.x % kWarp == 0) {
     displaced.ids[i] = id_of_slot(table, victim.slot);
@@ -112,7 +109,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    restore_in_order_kernel(TableView table, Entries entries, Displaced displaced,
+    restore_in_order_kernel(TableView table, Entries entries, DisplacedEntries displaced,
                             const RestoreOrder order) {
   const int lane = threadIdx.x % kWarp;
   for (;;) {
@@ -131,16 +128,16 @@ __global__ void __launch_bounds__(kThreads)
       __nanosleep(20);
     }
     int64_t slot = free_slot(table, choice);
-    bool moved = false;
+    bool replaces = false;
     if (slot == kNoSlot) {
       const Victim victim = lowest_rank_of_warp(table, choice);
-      moved = victim.slot != kNoSlot && victim.rank < entries.rank(table.ranking(), i);
-      if (moved) {
+      replaces = victim.slot != kNoSlot && victim.rank < entries.rank(table.ranking(), i);
+      if (replaces) {
         slot = victim.slot;
-        note_displaced(table, victim, displaced, i);
+        copy_displaced(table, victim, displaced, i);
       }
       if (lane == 0) {
-        atomicAdd(reinterpret_cast<unsigned long long*>(&displaced.counts[moved ? 0 : 1]), 1ull);
+        atomicAdd(reinterpret_cast<unsigned long long*>(&displaced.counts[replaces ? 0 : 1]), 1ull);
       }
     }
     if (slot != kNoSlot) {
@@ -153,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
     __threadfence();
     __syncwarp();
     if (lane == 0) {
-      order.moved[i] = moved;
+      order.moved[i] = replaces;
       store_l2(&order.turns[choice.second], second_ticket + 1);
       if (!one_bucket) store_l2(&order.turns[choice.first], first_ticket + 1);
     }
@@ -170,12 +167,12 @@ void entry_buckets(const TableView& table, const Entries& entries, int64_t* buck
 }
 
 void restore_entries_in_order(const TableView& table, const Entries& entries,
-                              const Displaced& displaced, const int64_t* buckets,
-                              const int64_t* places, const RestoreOrder& order,
+                              const DisplacedEntries& displaced, const int64_t* buckets,
+                              const int64_t* queue_positions, const RestoreOrder& order,
                               cudaStream_t stream) {
   if (entries.n == 0) return;
-  deal_kernel<<<grid_for(2 * entries.n), kThreads, 0, stream>>>(buckets, places, 2 * entries.n,
-                                                                order);
+  store_tickets_kernel<<<grid_for(2 * entries.n), kThreads, 0, stream>>>(buckets, queue_positions,
+                                                                         2 * entries.n, order);
   HKV_CUDA_CHECK_LAUNCH();
   const unsigned grid = min(grid_for(entries.n * kWarp), resident_blocks(restore_in_order_kernel));
   restore_in_order_kernel<<<grid, kThreads, 0, stream>>>(table, entries, displaced, order);

@@ -9,12 +9,13 @@ namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kThreads)
-    slot_changes_kernel(const __grid_constant__ TableView table, const SlotChanges look) {
+    slot_changes_kernel(const __grid_constant__ TableView table, const SlotChanges request) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= look.n) return;
-  const int64_t slot = look.first + i;
-  look.changes[i] = look.of(*digest_of_slot(table, slot), *step_of(table, slot), look.was[i],
-                            look.marked != nullptr && look.marked[i]);
+  if (i >= request.n) return;
+  const int64_t slot = request.first + i;
+  request.changes[i] =
+      request.of(*digest_of_slot(table, slot), *step_of(table, slot), request.had_entry[i],
+                 request.marked != nullptr && request.marked[i]);
 }
 
 // Writes only differences: most entries are still in their slots, so little crosses the link.
@@ -25,9 +26,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   const int64_t slot = slots[i];
-  const int64_t was = contents.ids[slot];
-  previous[i] = was;
-  if (was != ids[i]) contents.ids[slot] = ids[i];
+  const int64_t previous_id = contents.ids[slot];
+  previous[i] = previous_id;
+  if (previous_id != ids[i]) contents.ids[slot] = ids[i];
   if (contents.occupied[slot] != occupied[i]) contents.occupied[slot] = occupied[i];
 }
 
@@ -41,9 +42,9 @@ void exchange_contents(const SlotContents& contents, const int64_t* slots, const
   HKV_CUDA_CHECK_LAUNCH();
 }
 
-void slot_changes(const TableView& table, const SlotChanges& look, cudaStream_t stream) {
-  if (look.n == 0) return;
-  slot_changes_kernel<<<grid_for(look.n), kThreads, 0, stream>>>(table, look);
+void slot_changes(const TableView& table, const SlotChanges& request, cudaStream_t stream) {
+  if (request.n == 0) return;
+  slot_changes_kernel<<<grid_for(request.n), kThreads, 0, stream>>>(table, request);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -67,7 +67,7 @@ struct BagChunks : Tile<kLanes> {
   int64_t ends, slot;  // being loaded: of the lane's bag and position
   // For the first bag that is not done, once its offsets have been checked: the number of its
   // positions from `at` on, and its scale.
-  int32_t left_in_bag = 0;
+  int32_t remaining_in_bag = 0;
   float scale_of_bag = 1.0f;
 
   // active: whether the tile has bags.
@@ -77,11 +77,11 @@ struct BagChunks : Tile<kLanes> {
     at = bag_begins = 0;
     ends = 0;
     slot = kNoSlot;
-    if (!left()) return;
+    if (!more()) return;
     at = bag_begins = static_cast<uint32_t>(batch.offsets[first]);
     load(batch, slots);
   }
-  __device__ __forceinline__ bool left() const { return bag < bags; }
+  __device__ __forceinline__ bool more() const { return bag < bags; }
   __device__ __forceinline__ void stop() { bag = bags; }
 
   // Reports bags with invalid offsets.
@@ -89,20 +89,20 @@ struct BagChunks : Tile<kLanes> {
   __device__ __forceinline__ BagChunk next(const Batch& batch, const int64_t* __restrict__ slots,
                                            bool mean) {
     BagChunk chunk;
-    const bool within = left() && left_in_bag > kLanes;  // a long bag
-    if (!Tile<kLanes>::any(left() && !within)) {
+    const bool within = more() && remaining_in_bag > kLanes;  // a long bag
+    if (!Tile<kLanes>::any(more() && !within)) {
       chunk = {at, within ? kLanes : 0, bag, 0, 0, kLanes + 1, slot, scale_of_bag, true};
       if (within) {
-        left_in_bag -= kLanes;
+        remaining_in_bag -= kLanes;
         at += kLanes;
         load_slot(batch, slots);
       }
       return chunk;
     }
-    const int32_t there = min(kLanes, bags - bag);
+    const int32_t is_valid = min(kLanes, bags - bag);
     int64_t starts = Tile<kLanes>::of_lane_before(ends);
-    if (lane() == 0 && left()) starts = bag == 0 ? batch.offsets[first] : bag_begins;
-    const bool is_bag = lane() < there;
+    if (lane() == 0 && more()) starts = bag == 0 ? batch.offsets[first] : bag_begins;
+    const bool is_bag = lane() < is_valid;
     const int64_t number = int64_t{first} + bag + lane();
     const bool bad = is_bag && is_bad_bag(batch, number, starts, ends);
     chunk.good = ballot(bad) == 0;
@@ -112,8 +112,8 @@ struct BagChunks : Tile<kLanes> {
     chunk.slot = slot;
     const int64_t length = ends - at;
     chunk.end = length > kLanes ? kLanes + 1 : static_cast<int32_t>(length);
-    chunk.count = min(kLanes, of_lane(chunk.end, there - 1));
-    if (there <= 0) chunk.count = 0;
+    chunk.count = min(kLanes, of_lane(chunk.end, is_valid - 1));
+    if (is_valid <= 0) chunk.count = 0;
     chunk.done = ballot(is_bag && chunk.end <= chunk.count);
     chunk.empty = ballot(ends == starts) & chunk.done;
     chunk.mean_scale =
@@ -124,25 +124,25 @@ struct BagChunks : Tile<kLanes> {
     bag += done;
     at += chunk.count;
     const int32_t after = of_lane(static_cast<int32_t>(ends - at), done);
-    left_in_bag = done < there ? after : 0;
+    remaining_in_bag = done < is_valid ? after : 0;
     if (kMean) scale_of_bag = of_lane(chunk.mean_scale, done);
-    if (left()) load(batch, slots);
+    if (more()) load(batch, slots);
     return chunk;
   }
 
   // The scale of the lane's position: that of its bag, times its weight.
   __device__ __forceinline__ float scale_of(const BagChunk& chunk, const float* weights) const {
-    const bool there = lane() < chunk.count;
+    const bool is_valid = lane() < chunk.count;
     // The position's bag: the number of bags that end at or before it.
-    int its_bag = 0;
+    int lane_bag = 0;
     if (Tile<kLanes>::any(chunk.done != 0)) {
 #pragma unroll
       for (int step = kLanes / 2; step; step /= 2) {
-        if (of_lane(chunk.end, its_bag + step - 1) <= lane()) its_bag += step;
+        if (of_lane(chunk.end, lane_bag + step - 1) <= lane()) lane_bag += step;
       }
     }
-    float scale = of_lane(chunk.mean_scale, its_bag);
-    if (weights != nullptr && there) scale *= weights[chunk.at + lane()];
+    float scale = of_lane(chunk.mean_scale, lane_bag);
+    if (weights != nullptr && is_valid) scale *= weights[chunk.at + lane()];
     return scale;
   }
 

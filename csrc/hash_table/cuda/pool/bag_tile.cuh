@@ -41,7 +41,7 @@ struct BagTiling {
   // The bags of a tile. All fields are 0 if the tile is after the last one.
   __device__ __forceinline__ BagRange range_of(const Batch& batch, int64_t tile) const {
     BagRange range{};
-    int64_t left;
+    int64_t remaining;
     if (batch.ragged == nullptr) {
       const auto feature = static_cast<int32_t>(static_cast<uint32_t>(tile) /
                                                 static_cast<uint32_t>(tiles_of_feature));
@@ -49,7 +49,7 @@ struct BagTiling {
       range.feature = feature;
       range.sample = (tile - range.feature * tiles_of_feature) * bags_of_tile;
       range.first = range.feature * batch.batch_size + range.sample;
-      left = batch.batch_size - range.sample;
+      remaining = batch.batch_size - range.sample;
     } else {
       int32_t low = 0, high = batch.num_features;
       while (high - low > 1) {
@@ -60,10 +60,10 @@ struct BagTiling {
       range.feature = low;
       range.sample = (tile - first_ragged(first, low)) * bags_of_tile;
       range.first = first + range.sample;
-      left = batch.ragged[low + 1].first - range.first;
+      remaining = batch.ragged[low + 1].first - range.first;
     }
     range.bags = static_cast<int32_t>(
-        max(min(static_cast<int64_t>(bags_of_tile), left), static_cast<int64_t>(0)));
+        max(min(static_cast<int64_t>(bags_of_tile), remaining), static_cast<int64_t>(0)));
     return range;
   }
 #endif

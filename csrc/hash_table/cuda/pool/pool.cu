@@ -1,6 +1,6 @@
 // Pooling on the GPU: chooses the kernel of a group. Also has the kernels for rows of any width.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"
@@ -17,8 +17,8 @@ __device__ __forceinline__ void prefetch_rows(const TableView& table, const int6
                                               int64_t first, int64_t last) {
   const uint32_t bytes = static_cast<uint32_t>(table.rows.bytes());
   if (bytes % 16 != 0) return;
-  constexpr int64_t kMost = 2 * kWarp;  // long bags: the first ids are enough
-  const int64_t end = min(last, first + kMost);
+  constexpr int64_t kMax = 2 * kWarp;  // long bags: the first ids are enough
+  const int64_t end = min(last, first + kMax);
   for (int64_t at = first + threadIdx.x % kWarp; at < end; at += kWarp) {
     const int64_t slot = slots[at];
     if (!table.has(slot)) continue;
@@ -85,12 +85,12 @@ __global__ void __launch_bounds__(kThreads)
 // As many as fit a kernel's parameters. A launch copies them, so no host memory has to stay alive,
 // not even for a CUDA graph.
 constexpr int64_t kFeaturesOfCopy = 128;
-struct SomeFeatureBags {
+struct FeatureBagsChunk {
   FeatureBags of[kFeaturesOfCopy];
 };
 
 __global__ void __launch_bounds__(kFeaturesOfCopy)
-    feature_bags_kernel(const __grid_constant__ SomeFeatureBags from, int n, FeatureBags* to) {
+    feature_bags_kernel(const __grid_constant__ FeatureBagsChunk from, int n, FeatureBags* to) {
   if (static_cast<int>(threadIdx.x) < n) to[threadIdx.x] = from.of[threadIdx.x];
 }
 
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void launch_pool(PoolKernel kernel, int lanes, int blocks, const TileLength& length,
-                 const PoolCall& call, int64_t most_bags) {
+                 const PoolCall& call, int64_t max_bags) {
   // Long tiles spread the latency of their start over many bags, but there should be several rounds
   // of tiles. If all tiles can run at once with few chunks each, they do, and leave room for
   // concurrent kernels.
@@ -116,17 +116,17 @@ void launch_pool(PoolKernel kernel, int lanes, int blocks, const TileLength& len
       together <= length.together
           ? together
           : max(int64_t{1}, min(batch.num_ids / (at_once * length.rounds), int64_t{length.most}));
-  const BagTiling tiling(batch, chunks * lanes, most_bags > 0 ? most_bags : chunks * lanes);
+  const BagTiling tiling(batch, chunks * lanes, max_bags > 0 ? max_bags : chunks * lanes);
   const int64_t threads = tiling.tiles(batch) * lanes;
-  launch_chained(kernel, static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads),
-                 kPoolThreads, call.stream, call.tables, batch, call.slots, call.pooling, call.out,
-                 tiling);
+  launch_dependent(kernel, static_cast<unsigned>((threads + kPoolThreads - 1) / kPoolThreads),
+                   kPoolThreads, call.stream, call.tables, batch, call.slots, call.pooling,
+                   call.out, tiling);
 }
 
 void write_feature_bags(FeatureBags* to, const FeatureBags* from, int64_t n, cudaStream_t stream) {
   for (int64_t first = 0; first < n; first += kFeaturesOfCopy) {
     const int64_t count = min(kFeaturesOfCopy, n - first);
-    SomeFeatureBags some;
+    FeatureBagsChunk some;
     for (int64_t i = 0; i < count; ++i) some.of[i] = from[first + i];
     feature_bags_kernel<<<1, kFeaturesOfCopy, 0, stream>>>(some, static_cast<int>(count),
                                                            to + first);

@@ -2,7 +2,7 @@
 // chunk. Each lane looks up the address and the scale of one position's row. Then all lanes load
 // words of several rows, four columns each, which are in flight in registers: asynchronous copies
 // of four bytes would take several times as long in L1.
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_chunks.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
                      const __grid_constant__ BagTiling tiling) {
   using Row = Columns<4>;
   __shared__ ChunkRows<kLanes> chunks_of_block[kPoolThreads / kLanes];
-  ChunkRows<kLanes>& held = chunks_of_block[threadIdx.x / kLanes];
+  ChunkRows<kLanes>& chunk_rows = chunks_of_block[threadIdx.x / kLanes];
   wait_for_kernel_before();  // which may have written slots or offsets
   const Tile<kLanes> tile;
   const int lane = tile.lane();
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
     for (int w = 0; w < kWords; ++w) zeros[w] = Row::zero();
 
     BagChunks<kLanes> chunks(batch, slots, range, first_column < dim);
-    while (tile.any(chunks.left())) {
+    while (tile.any(chunks.more())) {
       BagChunk chunk = chunks.template next<true>(batch, slots, pooling.mean);
       if (!chunk.good) {
         for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, zeros);
@@ -74,24 +74,24 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
       for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
         write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, zeros);
       }
-      const bool there = lane < chunk.count;
+      const bool is_valid = lane < chunk.count;
       const int64_t slot = chunk.slot - table.first_slot;
       const char* row = nullptr;
       float scale = 0.0f;
-      if (there && static_cast<uint64_t>(slot) < table.num_slots) {
+      if (is_valid && static_cast<uint64_t>(slot) < table.num_slots) {
         row = table.row(slot, row_bytes);
         scale = *reinterpret_cast<const float*>(row);
       }
-      const float by = chunks.scale_of(chunk, pooling.weights);
+      const float scale_of_position = chunks.scale_of(chunk, pooling.weights);
       const bool ends_here = chunk.ends_a_bag(lane);
       __syncwarp();  // all lanes have read the previous chunk
-      held.rows[lane] = row;
-      held.ends[lane] = 0;
+      chunk_rows.rows[lane] = row;
+      chunk_rows.ends[lane] = 0;
       __syncwarp();
-      if (ends_here) held.ends[chunk.end - 1] = static_cast<uint32_t>(chunk.bag + lane + 1);
+      if (ends_here) chunk_rows.ends[chunk.end - 1] = static_cast<uint32_t>(chunk.bag + lane + 1);
 
       const auto load = [&](int at, uint32_t (&words)[kWords]) {
-        const char* const from = in_global(held.rows[at]);
+        const char* const from = in_global(chunk_rows.rows[at]);
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
           if (from != nullptr && column_of(w) < dim) {
@@ -100,38 +100,39 @@ __global__ void __launch_bounds__(kPoolThreads, int8_blocks(kWords))
         }
       };
       const auto add = [&](int at, const uint32_t (&words)[kWords]) {
-        const float2 scales = held.scales[at];
+        const float2 scales = chunk_rows.scales[at];
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
           sum[w].add(scales.y, Row::load_int8(reinterpret_cast<const char*>(&words[w]), scales.x));
         }
       };
       const auto end = [&](int at) {
-        const uint32_t its = held.ends[at];
-        if (its == 0) return;
-        write(its - 1, sum);
+        const uint32_t bag_end = chunk_rows.ends[at];
+        if (bag_end == 0) return;
+        write(bag_end - 1, sum);
 #pragma unroll
         for (int w = 0; w < kWords; ++w) sum[w] = Row::zero();
       };
       uint32_t words[kAhead][kWords];
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) load(k, words[k]);
-      held.scales[lane] = make_float2(scale, by);  // loaded meanwhile
-      const bool some_missing = tile.ballot(there && row == nullptr) != 0;
+      chunk_rows.scales[lane] = make_float2(scale, scale_of_position);  // loaded meanwhile
+      const bool some_missing = tile.ballot(is_valid && row == nullptr) != 0;
       __syncwarp();
       if (some_missing) {
 #pragma unroll 1
         for (int at = 0; at < chunk.count; ++at) {
-          if (held.rows[at] != nullptr) {
-            uint32_t its_words[kWords];
-            load(at, its_words);
-            add(at, its_words);
+          if (chunk_rows.rows[at] != nullptr) {
+            uint32_t row_words[kWords];
+            load(at, row_words);
+            add(at, row_words);
           } else {
             const int64_t id = batch.ids[chunk.at + at];
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
-              sum[w].add(held.scales[at].y, Row::initial(table.view.initial_rows, id,
-                                                         table.view.column_offset + column_of(w)));
+              sum[w].add(chunk_rows.scales[at].y,
+                         Row::initial(table.view.initial_rows, id,
+                                      table.view.column_offset + column_of(w)));
             }
           }
           end(at);

@@ -48,9 +48,9 @@ struct TileLength {
   int most;      // otherwise: at most
 };
 
-// Launches a kernel with this number of lanes per tile and of blocks per multiprocessor. most_bags:
+// Launches a kernel with this number of lanes per tile and of blocks per multiprocessor. max_bags:
 // of a tile; 0: as many as it has positions.
 void launch_pool(PoolKernel kernel, int lanes, int blocks, const TileLength& length,
-                 const PoolCall& call, int64_t most_bags = 0);
+                 const PoolCall& call, int64_t max_bags = 0);
 
 }  // namespace torchrec_hkv::hash_table::cuda

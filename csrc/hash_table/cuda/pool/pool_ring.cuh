@@ -25,7 +25,7 @@ constexpr int kTags = 64;   // tags of the chunk and of the groups in flight
 constexpr uint32_t kTagInitial = 1u << 31;  // the row is an initial one, whatever the table's type
 // With a hot row: the upper bits count how often it is added before the row of the position.
 constexpr int kTagBagBits = 12;
-constexpr uint32_t kMostTimes = 1u << 18;
+constexpr uint32_t kMaxTimes = 1u << 18;
 
 template <int kLanes, bool kScaled>
 struct alignas(16) PoolRing {
@@ -35,10 +35,10 @@ struct alignas(16) PoolRing {
   float scales[kScaled ? kTags : 4];
 };
 static_assert(kTags >= kWarp + (kGroups + 1) * kGroup);
-static_assert(kMostTimes + kWarp < 1u << (32 - kTagBagBits));
+static_assert(kMaxTimes + kWarp < 1u << (32 - kTagBagBits));
 
 // The place of the scale of a row of 8 bits among the sixteen bytes of a lane, after its columns.
-constexpr int kScalePlace = 8;
+constexpr int kScaleOffset = 8;
 
 // Copies the lane's columns of a stored row, and the scale of a row of 8 bits. offset: of the
 // columns in the row. kStay: L2 evicts them last. columns: for 16 bits 8, or 4 at the end of a row.
@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_columns(float4* to, const char* row, int32_
     copy_async_cached<16>(to, from);
   } else if (type == RowType::kInt8) {
     copy_async_cached<4>(to, from);
-    copy_async_cached<4>(bytes + kScalePlace, row);
+    copy_async_cached<4>(bytes + kScaleOffset, row);
   } else {
     copy_async_cached<8>(to, from);
   }
@@ -78,7 +78,7 @@ __device__ __forceinline__ void copy_or_clear(float4* to, const char* from, bool
 // The items of a chunk: the positions whose rows are copied. These are all positions or, with a hot
 // slot, those that end a bag or have another slot. A lane has the data of the position with the
 // lane's number.
-struct Items {
+struct ChunkItems {
   unsigned mask;   // of positions
   int number;      // of items
   int index;       // of the lane's position, if that is an item
@@ -91,11 +91,11 @@ struct HotSlot : Tile<kLanes> {
   using Tile<kLanes>::lane;
 
   int64_t slot = kNoSlot;  // in the table
-  uint32_t carried = 0;    // occurrences after the last item of earlier chunks
+  uint32_t pending_ = 0;   // occurrences after the last item of earlier chunks
 
   // Selects the slot at a quarter or more of the positions of the tile's first chunk.
   // slot_in_table: of the lane's position, if that has a row.
-  __device__ __forceinline__ void look(int64_t slot_in_table, bool has_row) {
+  __device__ __forceinline__ void select(int64_t slot_in_table, bool has_row) {
     const uint32_t mine = has_row ? static_cast<uint32_t>(slot_in_table) : ~lane();
     const int same = __popc(Tile<kLanes>::bits_of(__match_any_sync(kAllLanes, mine)));
     const unsigned many = Tile<kLanes>::ballot(has_row && same >= kLanes / 4);
@@ -104,24 +104,27 @@ struct HotSlot : Tile<kLanes> {
   }
   // bag_end: end of the lane's bag (one after its last position) if it ends in the chunk, else 0.
   // all: rows of all positions are copied.
-  __device__ __forceinline__ Items items(int64_t slot_in_table, int count, int bag_end, bool all) {
-    const bool there = lane() < count;
-    Items its{~0u, count, lane(), lane() == 0 ? carried : 0};
+  __device__ __forceinline__ ChunkItems items(int64_t slot_in_table, int count, int bag_end,
+                                              bool all) {
+    const bool is_valid = lane() < count;
+    ChunkItems chunk_items{~0u, count, lane(), lane() == 0 ? pending_ : 0};
     const unsigned ends = Tile<kLanes>::bits_of_all(bag_end > 0 ? 1u << (bag_end - 1) : 0u);
     const bool is_item =
-        slot_in_table != slot || (ends >> lane() & 1) != 0 || carried >= kMostTimes;
-    const unsigned mask = Tile<kLanes>::ballot(there && is_item);
+        slot_in_table != slot || (ends >> lane() & 1) != 0 || pending_ >= kMaxTimes;
+    const unsigned mask = Tile<kLanes>::ballot(is_valid && is_item);
     if (slot == kNoSlot || all) {
-      carried = 0;
-      return its;
+      pending_ = 0;
+      return chunk_items;
     }
-    its.mask = mask;
-    its.number = __popc(its.mask);
-    const unsigned before = its.mask & ((1u << lane()) - 1);
-    its.index = __popc(before);
-    its.times = lane() - (kWarp - __clz(static_cast<int>(before))) + (before == 0 ? carried : 0);
-    carried = count - (kWarp - __clz(static_cast<int>(its.mask))) + (its.mask == 0 ? carried : 0);
-    return its;
+    chunk_items.mask = mask;
+    chunk_items.number = __popc(chunk_items.mask);
+    const unsigned before = chunk_items.mask & ((1u << lane()) - 1);
+    chunk_items.index = __popc(before);
+    chunk_items.times =
+        lane() - (kWarp - __clz(static_cast<int>(before))) + (before == 0 ? pending_ : 0);
+    pending_ = count - (kWarp - __clz(static_cast<int>(chunk_items.mask))) +
+               (chunk_items.mask == 0 ? pending_ : 0);
+    return chunk_items;
   }
 };
 

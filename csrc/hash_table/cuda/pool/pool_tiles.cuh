@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_chunks.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"
@@ -83,43 +83,43 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         if (k < columns) Columns<4>::part_of(row, k).store(out_type, to, k);
       }
     };
-    // A row as it was copied. its_type: the type of rows.
-    const auto stored_row = [&](RowType its_type, const float4& stored) {
+    // A row as it was copied. stored_type: the type of rows.
+    const auto stored_row = [&](RowType stored_type, const float4& stored) {
       const auto* const from = reinterpret_cast<const char*>(&stored);
-      if (int8) return Row::load_int8(from, *reinterpret_cast<const float*>(from + kScalePlace));
-      return Row::load(its_type, from, 0);
+      if (int8) return Row::load_int8(from, *reinterpret_cast<const float*>(from + kScaleOffset));
+      return Row::load(stored_type, from, 0);
     };
     Row sum = Row::zero();
     HotSlot<kLanes> hot;
     Row hot_row = Row::zero();
-    bool is_first = true;  // whether the next chunk is the first
-    int group = 0;         // number of the next group
-    int place = 0;         // its place among the groups in flight
-    int under_way = 0;     // number of groups in flight
+    bool is_first = true;      // whether the next chunk is the first
+    int group = 0;             // number of the next group
+    int place = 0;             // its place among the groups in flight
+    int groups_in_flight = 0;  // number of groups in flight
     // Adds the rows of the group at this place, the earliest of those in flight.
     // kType: the type of rows of 16 bits.
-    const auto finish_as = [&]<RowType kType>(int its_place, int its_tags) {
-      const RowType its_type = kStorage == Storage::k16Bits ? kType : type;
-      const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[its_tags]);
+    const auto finish_as = [&]<RowType kType>(int stage, int first_tag) {
+      const RowType stored_type = kStorage == Storage::k16Bits ? kType : type;
+      const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[first_tag]);
       const uint32_t tags[kGroup] = {four_tags.x, four_tags.y, four_tags.z, four_tags.w};
       float4 four_scales = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-      if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[its_tags]);
+      if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[first_tag]);
       const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
       const uint32_t all_tags = four_tags.x | four_tags.y | four_tags.z | four_tags.w;
       if (kStorage == Storage::k16Bits && (all_tags & kTagInitial)) {
         // For an initial row, the ring holds the id. Not unrolled, to save registers.
 #pragma unroll 1
         for (int k = 0; k < kGroup; ++k) {
-          const float4* const from = &ring.rows[its_place][k][lane];
-          const uint32_t tag = ring.tags[its_tags + k];
+          const float4* const from = &ring.rows[stage][k][lane];
+          const uint32_t tag = ring.tags[first_tag + k];
           Row row;
           if (tag & kTagInitial) {
             row = Row::initial(table.view.initial_rows, *reinterpret_cast<const int64_t*>(from),
                                table.view.column_offset + column);
           } else {
-            row = stored_row(its_type, *from);
+            row = stored_row(stored_type, *from);
           }
-          sum.add(kScaled ? ring.scales[its_tags + k] : 1.0f, row);
+          sum.add(kScaled ? ring.scales[first_tag + k] : 1.0f, row);
           if ((tag & ~kTagInitial) == 0) continue;
           write((tag & ~kTagInitial) - 1, sum);
           sum = Row::zero();
@@ -128,12 +128,12 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       }
       float4 stored[kGroup];
 #pragma unroll
-      for (int k = 0; k < kGroup; ++k) stored[k] = ring.rows[its_place][k][lane];
+      for (int k = 0; k < kGroup; ++k) stored[k] = ring.rows[stage][k][lane];
       const auto row_of = [&](int k) {
         if (kFloat32 || (kStorage == Storage::kAny && (tags[k] & kTagInitial))) {
           return Row::load(reinterpret_cast<const float*>(&stored[k]));
         }
-        return stored_row(its_type, stored[k]);
+        return stored_row(stored_type, stored[k]);
       };
       if (all_tags == 0) {  // the fast case
 #pragma unroll
@@ -156,17 +156,17 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
         }
       }
     };
-    const auto finish = [&](int its_place, int its_tags) {
+    const auto finish = [&](int stage, int first_tag) {
       if (kStorage == Storage::k16Bits && type == RowType::kBFloat16) {
-        finish_as.template operator()<RowType::kBFloat16>(its_place, its_tags);
+        finish_as.template operator()<RowType::kBFloat16>(stage, first_tag);
       } else {
-        finish_as.template operator()<RowType::kFloat16>(its_place, its_tags);
+        finish_as.template operator()<RowType::kFloat16>(stage, first_tag);
       }
     };
     const auto tags_of = [&](int number) { return (number * kGroup) & (kTags - 1); };
 
     BagChunks<kLanes> chunks(batch, slots, range, first_column < dim);
-    while (tile.any(chunks.left())) {
+    while (tile.any(chunks.more())) {
       BagChunk chunk = chunks.template next<kScaled>(batch, slots, pooling.mean);
       if (!chunk.good) {
         for (int bag = chunk.bag; bag < range.bags; ++bag) write(bag, Row::zero());
@@ -176,17 +176,17 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       for (unsigned empty = chunk.empty; empty; empty &= empty - 1) {
         write(chunk.bag + __ffs(static_cast<int>(empty)) - 1, Row::zero());
       }
-      const bool there = lane < chunk.count;
+      const bool is_valid = lane < chunk.count;
       const int64_t slot_in_table = chunk.slot - table.first_slot;
-      const bool has_row = there && static_cast<uint64_t>(slot_in_table) < table.num_slots;
+      const bool has_row = is_valid && static_cast<uint64_t>(slot_in_table) < table.num_slots;
       const char* const address = has_row ? table.row(slot_in_table, row_bytes) : nullptr;
-      const unsigned missing = tile.ballot(there && !has_row);
+      const unsigned missing = tile.ballot(is_valid && !has_row);
       const bool ends_here = chunk.ends_a_bag(lane);
-      Items items{~0u, chunk.count, lane, 0};
+      ChunkItems items{~0u, chunk.count, lane, 0};
       if (kHot) {
         if (is_first) {
           is_first = false;
-          hot.look(slot_in_table, has_row);
+          hot.select(slot_in_table, has_row);
           if (hot.slot != kNoSlot && mine) {
             const char* const at = table.row(hot.slot, row_bytes) + row_offset;
             hot_row = Row::load(reinterpret_cast<const float*>(at));
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
           ring.addresses[lane] = table.backing;  // nothing is copied from there
           ring.tags[(tags_of(group) + lane) & (kTags - 1)] = 0;
         }
-        if (there && (items.mask >> lane & 1)) {
+        if (is_valid && (items.mask >> lane & 1)) {
           ring.addresses[items.index] = address;
           ring.tags[tag] = items.times << kTagBagBits;
         }
@@ -213,17 +213,17 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       __syncwarp();
       if (ends_here) {
         const int last = chunk.end - 1;
-        const int its_index = kHot ? __popc(items.mask & ((1u << last) - 1)) : last;
-        uint32_t& its = ring.tags[(tags_of(group) + its_index) & (kTags - 1)];
-        its = (kFloat32 && !kHot ? 0 : its) | static_cast<uint32_t>(chunk.bag + lane + 1);
+        const int item_index = kHot ? __popc(items.mask & ((1u << last) - 1)) : last;
+        uint32_t& end_tag = ring.tags[(tags_of(group) + item_index) & (kTags - 1)];
+        end_tag = (kFloat32 && !kHot ? 0 : end_tag) | static_cast<uint32_t>(chunk.bag + lane + 1);
       }
       __syncwarp();
       for (int first = 0; first < items.number; first += kGroup) {
-        if (under_way == kGroups) {
+        if (groups_in_flight == kGroups) {
           wait_for_copies<kGroups - 1>();
           finish(place, tags_of(group - kGroups));
         } else {
-          ++under_way;
+          ++groups_in_flight;
         }
         float4(&rows)[kGroup][kLanes] = ring.rows[place];
         if ((kHot || first + kGroup <= chunk.count) &&
@@ -273,9 +273,9 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       }
     }
     wait_for_copies<0>();
-    for (; under_way > 0; --under_way) {
-      const int before = place - under_way;
-      finish(before < 0 ? before + kGroups : before, tags_of(group - under_way));
+    for (; groups_in_flight > 0; --groups_in_flight) {
+      const int before = place - groups_in_flight;
+      finish(before < 0 ? before + kGroups : before, tags_of(group - groups_in_flight));
     }
     __syncwarp();
   }

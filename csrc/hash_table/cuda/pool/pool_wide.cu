@@ -3,7 +3,7 @@
 // a time, through L1, which serves hot rows. Asynchronous copies (pool_tiles.cu) would pass L1 and
 // shared memory three times, which bounds batches with hot ids; rows of few columns need them to
 // have enough loads in flight.
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/bucket.cuh"
 #include "hash_table/cuda/pool/bag_tile.cuh"
 #include "hash_table/cuda/pool/pool_launch.h"
@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
       float scale = 1.0f;
       if (kScaled) {
         // The position's bag: the number of bags that end at or before it.
-        int its_bag = 0;
+        int lane_bag = 0;
 #pragma unroll
         for (int step = kWarp / 2; step; step /= 2) {
-          if (tile.of_lane(ends, its_bag + step - 1) <= chunk + lane) its_bag += step;
+          if (tile.of_lane(ends, lane_bag + step - 1) <= chunk + lane) lane_bag += step;
         }
-        scale = tile.of_lane(mean_scale, its_bag);
+        scale = tile.of_lane(mean_scale, lane_bag);
         if (pooling.weights != nullptr && chunk + lane < end) {
           scale *= pooling.weights[chunk + lane];
         }
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
 #pragma unroll 1
       for (int at = 0; at < count; ++at) {
         const auto* const from = reinterpret_cast<const float*>(tile.of_lane(address, at));
-        const float its_scale = kScaled ? tile.of_lane(scale, at) : 1.0f;
+        const float position_scale = kScaled ? tile.of_lane(scale, at) : 1.0f;
         Columns<4> columns[kVectors];
         if (from != nullptr) {
 #pragma unroll
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolBlocks)
           }
         }
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) sum[v].add(its_scale, columns[v]);
+        for (int v = 0; v < kVectors; ++v) sum[v].add(position_scale, columns[v]);
         end_bags(chunk + at + 1);
       }
     }

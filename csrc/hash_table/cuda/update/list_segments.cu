@@ -10,7 +10,7 @@ constexpr int kListRounds = 4;
 
 __global__ void __launch_bounds__(kThreads)
     list_long_segments_kernel(const Batch batch, uint64_t no_slot,
-                              const __grid_constant__ Scratch scratch) {
+                              const __grid_constant__ UpdateScratch scratch) {
   __shared__ int singles_of_block;
   const Pairs& sorted = scratch.pairs.pairs;
   const int64_t n = batch.num_ids;
@@ -36,9 +36,9 @@ __global__ void __launch_bounds__(kThreads)
          longs &= longs - 1) {
       const int source = __ffs(static_cast<int>(longs)) - 1;
       const int64_t first = __shfl_sync(kAllLanes, at, source);
-      const uint64_t its_key = __shfl_sync(kAllLanes, key, source);
-      note_long_segment<kWarp>(scratch.long_segments, first,
-                               end_of_segment<kWarp>(sorted, first, n, its_key) - first);
+      const uint64_t source_key = __shfl_sync(kAllLanes, key, source);
+      append_long_segment<kWarp>(scratch.long_segments, first,
+                                 end_of_segment<kWarp>(sorted, first, n, source_key) - first);
     }
   }
   singles = __reduce_add_sync(kAllLanes, singles);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
 // A warp processes the positions of one unit.
 __global__ void __launch_bounds__(kThreads)
     list_units_kernel(const TableView* __restrict__ tables, const Batch batch, uint64_t no_slot,
-                      const __grid_constant__ Scratch scratch) {
+                      const __grid_constant__ UpdateScratch scratch) {
   __shared__ uint32_t found[kRowClasses], first[kRowClasses];
   if (threadIdx.x < kRowClasses) found[threadIdx.x] = 0;
   __syncthreads();
@@ -68,20 +68,20 @@ __global__ void __launch_bounds__(kThreads)
   }
   classes = __reduce_or_sync(kAllLanes, classes);
   const auto lane = static_cast<int32_t>(threadIdx.x % kWarp);
-  const bool mine = lane < kRowClasses && (classes >> lane & 1) != 0;
-  const uint32_t number = mine ? atomicAdd(&found[lane], 1u) : 0;
+  const bool is_class_lane = lane < kRowClasses && (classes >> lane & 1) != 0;
+  const uint32_t number = is_class_lane ? atomicAdd(&found[lane], 1u) : 0;
   __syncthreads();
   if (threadIdx.x < kRowClasses && found[threadIdx.x] > 0) {
     first[threadIdx.x] = atomicAdd(&scratch.units.number[threadIdx.x], found[threadIdx.x]);
   }
   __syncthreads();
-  if (mine) scratch.units.of(lane)[first[lane] + number] = at / kWarp;
+  if (is_class_lane) scratch.units.of(lane)[first[lane] + number] = at / kWarp;
 }
 
 }  // namespace
 
 void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot,
-                   const Scratch& scratch, cudaStream_t stream) {
+                   const UpdateScratch& scratch, cudaStream_t stream) {
   const int64_t threads = (batch.num_ids + kListRounds - 1) / kListRounds;
   list_long_segments_kernel<<<grid_for(threads), kThreads, 0, stream>>>(batch, no_slot, scratch);
   HKV_CUDA_CHECK_LAUNCH();

@@ -1,9 +1,9 @@
 // Updates the rows of long segments after the sums of their pieces have been computed. The pieces
-// are divided into kPieceShares shares, whose sums are added in a fixed order. One warp sums a
+// are divided into kPieceWarps groups, whose sums are added in a fixed order. One warp sums a
 // segment with at most that many pieces. Segments with more pieces are summed by blocks, each of
 // which takes a group of columns: each warp sums a share, and the block that finishes the last
 // group updates the row.
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_update.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -11,7 +11,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 namespace {
 
-static_assert(kPieceShares == kThreads / kWarp);
+static_assert(kPieceWarps == kThreads / kWarp);
 
 // Loads columns that other blocks have just written.
 template <int kWidth>
@@ -27,33 +27,34 @@ __device__ __forceinline__ Columns<kWidth> load_columns_l2(const float* from) {
   return columns;
 }
 
-// Sums kOwn columns per lane over some pieces. A lane takes one of each kWarp neighbouring columns.
-// from: the first piece's columns. columns: their number. widest: distance between pieces.
-template <int kOwn>
+// Sums kColumnsPerLane columns per lane over some pieces. A lane takes one of each kWarp
+// neighbouring columns. from: the first piece's columns. columns: their number. widest: distance
+// between pieces.
+template <int kColumnsPerLane>
 __device__ __forceinline__ void sum_pieces(const float* from, uint32_t pieces, int32_t widest,
                                            int32_t columns, float* sums) {
-  constexpr int kAhead = 16 / kOwn;
+  constexpr int kAhead = 16 / kColumnsPerLane;
   const auto lane = static_cast<int32_t>(threadIdx.x % kWarp);
-  float own[kOwn] = {};
+  float lane_sums[kColumnsPerLane] = {};
 #pragma unroll kAhead
   for (uint32_t p = 0; p < pieces; ++p, from += widest) {
 #pragma unroll
-    for (int k = 0; k < kOwn; ++k) {
-      if (k * kWarp + lane < columns) own[k] += from[k * kWarp + lane];
+    for (int k = 0; k < kColumnsPerLane; ++k) {
+      if (k * kWarp + lane < columns) lane_sums[k] += from[k * kWarp + lane];
     }
   }
 #pragma unroll
-  for (int k = 0; k < kOwn; ++k) sums[k * kWarp + lane] = own[k];
+  for (int k = 0; k < kColumnsPerLane; ++k) sums[k * kWarp + lane] = lane_sums[k];
 }
 
 // kWidth: columns of a vector, 4 if the group allows. kInt8: some table has rows of 8 bits.
 template <int kWidth, bool kColumnStates, bool kInt8>
 __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
     long_segments_kernel(const TableView* __restrict__ tables,
-                         const __grid_constant__ Update update,
-                         const __grid_constant__ Scratch scratch, UpdateHint* hint) {
-  constexpr int32_t kMostColumns = 4 * kWarp;  // of a group
-  __shared__ float shares[kPieceShares][kMostColumns];
+                         const __grid_constant__ UpdateArguments update,
+                         const __grid_constant__ UpdateScratch scratch, UpdateHint* hint) {
+  constexpr int32_t kMaxColumns = 4 * kWarp;  // of a group
+  __shared__ float partial_sums[kPieceWarps][kMaxColumns];
   wait_for_kernel_before();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     hint->unique_ids = int64_t{8} * *scratch.unique >= 7 * update.batch.num_ids ? 1 : 0;
@@ -76,13 +77,13 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
   };
 
   // Narrow groups have more loads in flight for each column, wide ones need fewer rounds.
-  const int32_t of_group = longs.widest <= kMostColumns ? kWarp : kMostColumns;
+  const int32_t of_group = longs.widest <= kMaxColumns ? kWarp : kMaxColumns;
   const auto groups_of = [&](int32_t columns) {
     return static_cast<uint32_t>((columns + of_group - 1) / of_group);
   };
   const uint32_t groups = groups_of(longs.widest);
-  const uint32_t works = *longs.number_many * groups;
-  for (uint32_t work = blockIdx.x; work < works; work += gridDim.x) {
+  const uint32_t num_work_items = *longs.number_many * groups;
+  for (uint32_t work = blockIdx.x; work < num_work_items; work += gridDim.x) {
     LongSegment* const listed = &longs.segments[longs.capacity - 1 - work / groups];
     const LongSegment segment = *listed;
     const Pair pair = sorted.load(segment.first);
@@ -91,12 +92,12 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
     const int32_t columns = min(of_group, table.dim() - first_column);
     if (columns <= 0) continue;
     const uint32_t pieces = segment.pieces();
-    const uint32_t begin = pieces * warp / kPieceShares, end = pieces * (warp + 1) / kPieceShares;
+    const uint32_t begin = pieces * warp / kPieceWarps, end = pieces * (warp + 1) / kPieceWarps;
     const float* const from = piece_sum(segment.first_piece + begin, first_column);
     if (of_group == kWarp) {
-      sum_pieces<1>(from, end - begin, longs.widest, columns, shares[warp]);
+      sum_pieces<1>(from, end - begin, longs.widest, columns, partial_sums[warp]);
     } else {
-      sum_pieces<4>(from, end - begin, longs.widest, columns, shares[warp]);
+      sum_pieces<4>(from, end - begin, longs.widest, columns, partial_sums[warp]);
     }
     __syncthreads();  // the shares are written, and all pieces of these columns read
     float* const total = piece_sum(segment.first_piece, 0);
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
       for (auto c = static_cast<int32_t>(lane); c < columns; c += kWarp) {
         float sum = 0.0f;
 #pragma unroll
-        for (uint32_t w = 0; w < kPieceShares; ++w) sum += shares[w][c];
+        for (uint32_t w = 0; w < kPieceWarps; ++w) sum += partial_sums[w][c];
         total[first_column + c] = sum;
       }
       __threadfence();
@@ -116,13 +117,14 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
         __threadfence();
         update_row_in_memory<kWidth, kColumnStates, kInt8>(
             table, update.optimizer, rate, slot_of(pair, table),
-            [&](int32_t its_column) { return load_columns_l2<kWidth>(total + its_column); }, total);
+            [&](int32_t column_in_row) { return load_columns_l2<kWidth>(total + column_in_row); },
+            total);
       }
     }
     __syncthreads();
   }
   const uint32_t number = *longs.number;
-  for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kPieceShares * gridDim.x) {
+  for (uint32_t r = warp * gridDim.x + blockIdx.x; r < number; r += kPieceWarps * gridDim.x) {
     const LongSegment segment = longs.segments[r];
     const uint32_t pieces = segment.pieces();
     const Pair pair = sorted.load(segment.first);
@@ -131,15 +133,15 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
         table, update.optimizer, rate, slot_of(pair, table),
         [&](int32_t column) {
           const float* const from = piece_sum(segment.first_piece, column);
-          Columns<kWidth> its[kPieceShares];
+          Columns<kWidth> piece_sums[kPieceWarps];
 #pragma unroll
-          for (uint32_t p = 0; p < kPieceShares; ++p) {
-            if (p < pieces) its[p] = Columns<kWidth>::load(from + int64_t{p} * longs.widest);
+          for (uint32_t p = 0; p < kPieceWarps; ++p) {
+            if (p < pieces) piece_sums[p] = Columns<kWidth>::load(from + int64_t{p} * longs.widest);
           }
           Columns<kWidth> sum = Columns<kWidth>::zero();
 #pragma unroll
-          for (uint32_t p = 0; p < kPieceShares; ++p) {
-            if (p < pieces) sum.add(1.0f, its[p]);
+          for (uint32_t p = 0; p < kPieceWarps; ++p) {
+            if (p < pieces) sum.add(1.0f, piece_sums[p]);
           }
           return sum;
         },
@@ -149,8 +151,9 @@ __global__ void __launch_bounds__(kThreads, kColumnStates ? 2 : 3)
 
 }  // namespace
 
-void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                          const GroupShape& shape, UpdateHint* hint, cudaStream_t stream) {
+void update_long_segments(const TableView* tables, const UpdateArguments& update,
+                          const UpdateScratch& scratch, const GroupShape& shape, UpdateHint* hint,
+                          cudaStream_t stream) {
   if (update.batch.num_ids <= kLongest) return;
   const bool states = column_states(update.optimizer.kind) > 0;
   const auto choose = [&]<bool kInt8>() {
@@ -162,7 +165,7 @@ void update_long_segments(const TableView* tables, const Update& update, const S
   const auto kernel =
       shape.int8_rows ? choose.template operator()<true>() : choose.template operator()<false>();
   const unsigned blocks = resident_grid(states ? 2 : 3, update.batch.num_ids * 4);
-  launch_chained(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
+  launch_dependent(kernel, blocks, kThreads, stream, tables, update, scratch, hint);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

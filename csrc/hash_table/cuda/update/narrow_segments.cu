@@ -6,8 +6,8 @@
 // segments that begin at its positions, so that no lane is idle if segments have several positions.
 // For rows of 9 to 32 columns, two or four lanes per row were up to 8 % slower than segments.cu in
 // some shapes.
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/row_updater.cuh"
 #include "hash_table/cuda/update/segment_kernel.cuh"
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kNarrowThreads = 128;  // of a block
 constexpr int kNarrowWarps = kNarrowThreads / kWarp;
-constexpr int kMostSpan = 4;  // units whose segments a warp lists at a time
-constexpr int kTogether = 2;  // positions whose gradients are in flight
+constexpr int kMaxSpan = 4;   // units whose segments a warp lists at a time
+constexpr int kInFlight = 2;  // positions whose gradients are in flight
 constexpr int kGroups = 2;    // groups of columns in a row
 constexpr int kOfGroup = 4;   // columns of a group
 using Group = Columns<kOfGroup>;
@@ -76,16 +76,17 @@ struct NarrowRows {
   static constexpr bool kFloat32 = sizeof(Element) == sizeof(float);
 
   const TableView* __restrict__ tables;
-  const Update& update;
-  const Scratch& scratch;
+  const UpdateArguments& update;
+  const UpdateScratch& scratch;
   const float rate;
   const bool scaled;
-  const bool adapts;    // row-wise Adagrad
-  uint32_t held = ~0u;  // number of the table of `terms`
+  const bool adapts;          // row-wise Adagrad
+  uint32_t held_table = ~0u;  // number of the table of `terms`
   RowTerms terms{};
 
   __device__ __forceinline__ NarrowRows(const TableView* __restrict__ of_tables,
-                                        const Update& of_update, const Scratch& of_scratch)
+                                        const UpdateArguments& of_update,
+                                        const UpdateScratch& of_scratch)
       : tables(of_tables),
         update(of_update),
         scratch(of_scratch),
@@ -93,8 +94,8 @@ struct NarrowRows {
         scaled(update.pooling.mean || update.pooling.weights != nullptr),
         adapts(kKind == Optimizer::kSgd && update.optimizer.kind == Optimizer::kRowWiseAdagrad) {}
 
-  __device__ __forceinline__ RowColumns gradient_of(const Share& share, int32_t dim) const {
-    const char* const from = update.grad.at(share.gradient);
+  __device__ __forceinline__ RowColumns gradient_of(const GradientRef& ref, int32_t dim) const {
+    const char* const from = update.grad.at(ref.gradient);
     return RowColumns::load(dim,
                             [&](int32_t at) { return Group::load(update.grad.type, from, at); });
   }
@@ -104,25 +105,25 @@ struct NarrowRows {
                                            RowColumns* sum) const {
     const Pairs& sorted = scratch.short_pairs;
     for (bool more = true; more;) {
-      Share shares[kTogether];
-      bool mine[kTogether];
+      GradientRef refs[kInFlight];
+      bool is_same[kInFlight];
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kInFlight; ++k) {
         Pair pair{};
         if (at + k < n) pair = sorted.load(at + k);
-        more = mine[k] = more && at + k < n && sorted.key_of(pair) == key;
-        if (mine[k]) shares[k] = share_of(update, scratch, sorted.value_of(pair));
+        more = is_same[k] = more && at + k < n && sorted.key_of(pair) == key;
+        if (is_same[k]) refs[k] = gradient_ref_of(update, scratch, sorted.value_of(pair));
       }
-      RowColumns gradients[kTogether];
+      RowColumns gradients[kInFlight];
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        if (mine[k]) gradients[k] = gradient_of(shares[k], dim);
+      for (int k = 0; k < kInFlight; ++k) {
+        if (is_same[k]) gradients[k] = gradient_of(refs[k], dim);
       }
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        if (mine[k]) sum->add(scaled ? shares[k].scale : 1.0f, gradients[k]);
+      for (int k = 0; k < kInFlight; ++k) {
+        if (is_same[k]) sum->add(scaled ? refs[k].scale : 1.0f, gradients[k]);
       }
-      at += kTogether;
+      at += kInFlight;
     }
   }
 
@@ -130,15 +131,15 @@ struct NarrowRows {
   __device__ __forceinline__ void update_row(uint32_t at, uint32_t n) {
     const Pair pair = scratch.short_pairs.load(at);
     const uint64_t key = scratch.short_pairs.key_of(pair);
-    const Share share = share_of(update, scratch, scratch.short_pairs.value_of(pair));
-    const TableView& table = tables[share.table];
+    const GradientRef ref = gradient_ref_of(update, scratch, scratch.short_pairs.value_of(pair));
+    const TableView& table = tables[ref.table];
     const int32_t dim = table.dim();
     const RowType type = kFloat32 ? RowType::kFloat32 : table.rows.type;
-    if (share.table != held) {
-      held = share.table;
+    if (ref.table != held_table) {
+      held_table = ref.table;
       terms = begin_row(update.optimizer, rate, static_cast<float>(*table.optimizer_step));
     }
-    const RowPlace to(table, key);
+    const RowAddress to(table, key);
     char* const values = in_global(to.row);
     float* const state = in_global(to.state);
     // Requested before the gradients, so that the loads overlap.
@@ -146,12 +147,12 @@ struct NarrowRows {
     if (kStates > 0) prefetch_l2(state);
     const float square = adapts ? *state : 0.0f;
     RowColumns sum{};
-    sum.add(scaled ? share.scale : 1.0f, gradient_of(share, dim));
+    sum.add(scaled ? ref.scale : 1.0f, gradient_of(ref, dim));
     add_rest(at + 1, n, key, dim, &sum);
 
-    RowTerms its = terms;
+    RowTerms row_terms = terms;
     if (adapts) {
-      *state = adapt_row(update.optimizer, squares_of<kFloat32>(sum), dim, square, &its);
+      *state = adapt_row(update.optimizer, squares_of<kFloat32>(sum), dim, square, &row_terms);
     }
     RowColumns value = RowColumns::load(dim, [&](int32_t c) {
       return kFloat32 ? Group::load(reinterpret_cast<const float*>(values) + c)
@@ -167,7 +168,7 @@ struct NarrowRows {
       for (int k = 0; k < kOfGroup; ++k) {
         float unused = 0.0f;
         float& first = kStates > 0 ? sums.groups[g].v[k] : unused;
-        value.groups[g].v[k] = move_column<kKind>(update.optimizer, its, value.groups[g].v[k],
+        value.groups[g].v[k] = move_column<kKind>(update.optimizer, row_terms, value.groups[g].v[k],
                                                   sum.groups[g].v[k], first, unused);
       }
     }
@@ -182,11 +183,11 @@ struct NarrowRows {
 template <Optimizer kKind, typename Element>
 __global__ void __launch_bounds__(kNarrowThreads, narrow_blocks(column_states(kKind)))
     narrow_segment_kernel(const TableView* __restrict__ tables,
-                          const __grid_constant__ Update update,
-                          const __grid_constant__ Scratch scratch, int32_t row_class, uint32_t span,
-                          bool first) {
+                          const __grid_constant__ UpdateArguments update,
+                          const __grid_constant__ UpdateScratch scratch, int32_t row_class,
+                          uint32_t span, bool first) {
   // The positions of a warp at which segments begin.
-  __shared__ uint32_t begins_of_block[kNarrowWarps][kMostSpan * kWarp];
+  __shared__ uint32_t begins_of_block[kNarrowWarps][kMaxSpan * kWarp];
   uint32_t* const begins = begins_of_block[threadIdx.x / kWarp];
   const uint32_t lane = threadIdx.x % kWarp;
   // As in segment_kernel.
@@ -204,12 +205,12 @@ __global__ void __launch_bounds__(kNarrowThreads, narrow_blocks(column_states(kK
       uint32_t number = 0;
       for (uint32_t u = unit; u < min(unit + span, units); ++u) {
         const uint32_t at = (listed ? list[u] : u) * kWarp + lane;
-        const SortedPlace place = SortedPlace::load(sorted, at, n);
-        const uint64_t key = sorted.key_of(place.pair);
+        const SortedPosition position = SortedPosition::load(sorted, at, n);
+        const uint64_t key = sorted.key_of(position.pair);
         bool begins_here =
-            at < n && key != update.no_slot && place.before != key && place.far != key;
+            at < n && key != update.no_slot && position.before != key && position.far != key;
         if (begins_here && listed) {
-          const uint32_t bag = scratch.bag_of(sorted.value_of(place.pair));
+          const uint32_t bag = scratch.bag_of(sorted.value_of(position.pair));
           begins_here = is_of_class(table_of(tables, update.batch, bag), row_class);
         }
         const unsigned all = __ballot_sync(kAllLanes, begins_here);
@@ -230,13 +231,13 @@ void launch_narrow(const SegmentCall& call) {
   const int64_t units = (call.update.batch.num_ids + kWarp - 1) / kWarp;
   // Small batches need spans of 1 to keep all warps busy.
   const int64_t at_once = int64_t{multiprocessors()} * kBlocks * kNarrowWarps;
-  const int64_t span = min(max(units / at_once, int64_t{1}), int64_t{kMostSpan});
+  const int64_t span = min(max(units / at_once, int64_t{1}), int64_t{kMaxSpan});
   const int64_t warps = (units + span - 1) / span;
-  launch_chained(narrow_segment_kernel<kKind, Element>,
-                 static_cast<unsigned>((warps + kNarrowWarps - 1) / kNarrowWarps), kNarrowThreads,
-                 call.stream, call.tables, call.update, call.scratch,
-                 call.scratch.units.any() ? call.row_class : kAllRowClasses,
-                 static_cast<uint32_t>(span), call.first);
+  launch_dependent(narrow_segment_kernel<kKind, Element>,
+                   static_cast<unsigned>((warps + kNarrowWarps - 1) / kNarrowWarps), kNarrowThreads,
+                   call.stream, call.tables, call.update, call.scratch,
+                   call.scratch.units.any() ? call.row_class : kAllRowClasses,
+                   static_cast<uint32_t>(span), call.first);
 }
 
 }  // namespace

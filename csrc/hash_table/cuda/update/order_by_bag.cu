@@ -20,7 +20,7 @@ struct ShortSegment {
   uint32_t length = 0;
   uint32_t bin = 0;
 
-  __device__ __forceinline__ ShortSegment(const Batch& batch, const Scratch& scratch,
+  __device__ __forceinline__ ShortSegment(const Batch& batch, const UpdateScratch& scratch,
                                           uint64_t no_slot, int64_t at) {
     const Pairs& sorted = scratch.pairs.pairs;
     const int64_t n = batch.num_ids;
@@ -42,7 +42,7 @@ __device__ __forceinline__ int64_t position_of(int round) {
 
 __global__ void __launch_bounds__(kThreads)
     count_bins_kernel(const Batch batch, uint64_t no_slot,
-                      const __grid_constant__ Scratch scratch) {
+                      const __grid_constant__ UpdateScratch scratch) {
   __shared__ uint32_t counts[kBagBins];
   counts[threadIdx.x] = 0;
   __syncthreads();
@@ -52,15 +52,16 @@ __global__ void __launch_bounds__(kThreads)
     if (segment.length > 0) atomicAdd(&counts[segment.bin], segment.length);
   }
   __syncthreads();
-  const uint32_t mine = counts[threadIdx.x];
-  if (mine > 0) atomicAdd(&scratch.bag_bins[threadIdx.x], mine);
+  const uint32_t count = counts[threadIdx.x];
+  if (count > 0) atomicAdd(&scratch.bag_bins[threadIdx.x], count);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    order_kernel(const Batch batch, uint64_t no_slot, const __grid_constant__ Scratch scratch) {
+    order_kernel(const Batch batch, uint64_t no_slot,
+                 const __grid_constant__ UpdateScratch scratch) {
   using Scan = BlockScan<uint32_t, kThreads, Sum>;
   __shared__ Scan::Storage scan;
-  __shared__ uint32_t counts[kBagBins], places[kBagBins];
+  __shared__ uint32_t counts[kBagBins], bin_positions[kBagBins];
   counts[threadIdx.x] = 0;
   __syncthreads();
   uint32_t lengths[kOrderRounds], bins[kOrderRounds], offsets[kOrderRounds];
@@ -74,14 +75,14 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   uint32_t all = 0;
   const uint32_t before = Scan::before(scan, scratch.bag_bins[threadIdx.x], all);
-  const uint32_t mine = counts[threadIdx.x];
-  places[threadIdx.x] =
-      before + (mine > 0 ? atomicAdd(&scratch.bag_bins[kBagBins + threadIdx.x], mine) : 0);
+  const uint32_t count = counts[threadIdx.x];
+  bin_positions[threadIdx.x] =
+      before + (count > 0 ? atomicAdd(&scratch.bag_bins[kBagBins + threadIdx.x], count) : 0);
   if (blockIdx.x == 0 && threadIdx.x == 0) *scratch.number_short = all;
   __syncthreads();
 #pragma unroll
   for (int round = 0; round < kOrderRounds; ++round) {
-    const uint32_t to = places[bins[round]] + offsets[round];
+    const uint32_t to = bin_positions[bins[round]] + offsets[round];
     for (uint32_t k = 0; k < lengths[round]; ++k) {
       scratch.short_pairs.store(to + k, scratch.pairs.pairs.load(position_of(round) + k));
     }
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void order_by_bag(const Batch& batch, uint64_t no_slot, const Scratch& scratch,
+void order_by_bag(const Batch& batch, uint64_t no_slot, const UpdateScratch& scratch,
                   cudaStream_t stream) {
   const unsigned blocks = grid_for((batch.num_ids + kOrderRounds - 1) / kOrderRounds);
   count_bins_kernel<<<blocks, kThreads, 0, stream>>>(batch, no_slot, scratch);

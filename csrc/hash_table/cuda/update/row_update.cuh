@@ -18,26 +18,26 @@ namespace torchrec_hkv::hash_table::cuda {
 //
 // source: gradient(column), value(column), first(column) and second(column) return the row's
 // gradient, values and states from this column on, as Columns<kWidth>. They are called up to three
-// times for each column. The results go to `values` and `state`, and to `once`, which the caller
-// stores. kInt8: rows may be of 8 bits. Their columns are kept in `renewed`, [dim], until the row's
-// scale is known. The source may read gradients there, because a lane writes only its own columns,
-// after it has read them for the last time.
+// times for each column. The results go to `values` and `state`, and to `scalars`, which the caller
+// stores. kInt8: rows may be of 8 bits. Their columns are kept in `new_values`, [dim], until the
+// row's scale is known. The source may read gradients there, because a lane writes only its own
+// columns, after it has read them for the last time.
 template <int kLanes, int kVectors, int kWidth, bool kColumnStates, bool kInt8, typename Source>
 class RowUpdate {
  public:
   __device__ __forceinline__ static void run(const TableUpdate& table, const Source& source,
-                                             char* values, float* state, RowOnce& once,
-                                             float* renewed) {
-    RowUpdate update(table, source, values, state, renewed);
-    update.update(once);
+                                             char* values, float* state, RowScalars& scalars,
+                                             float* new_values) {
+    RowUpdate update(table, source, values, state, new_values);
+    update.update(scalars);
     if constexpr (kInt8) {
-      if (table.type == RowType::kInt8) update.store_int8(once.rounding);
+      if (table.type == RowType::kInt8) update.store_int8(scalars.rounding);
     }
   }
 
  private:
-  using Steps = Step<kLanes, kVectors, kWidth>;
-  struct Own {  // the lane's columns in a step
+  using Steps = ColumnSteps<kLanes, kVectors, kWidth>;
+  struct LaneColumns {  // the lane's columns in a step
     Columns<kWidth> v[kVectors];
   };
 
@@ -45,44 +45,44 @@ class RowUpdate {
   const Source& source_;
   const GlobalPointer<char> values_;
   const GlobalPointer<float> state_;
-  float* const renewed_;
-  mutable uint32_t largest_ = 0;  // magnitude_bits of the lane's columns in `renewed_`
+  float* const new_values_;
+  mutable uint32_t largest_ = 0;  // magnitude_bits of the lane's columns in `new_values_`
 
   __device__ __forceinline__ RowUpdate(const TableUpdate& table, const Source& source, char* values,
-                                       float* state, float* renewed)
-      : table_(table), source_(source), values_(values), state_(state), renewed_(renewed) {}
+                                       float* state, float* new_values)
+      : table_(table), source_(source), values_(values), state_(state), new_values_(new_values) {}
 
   // All reads of a step come before its first write, because the compiler can't know that they do
   // not alias.
   template <typename Read>
-  __device__ __forceinline__ Own read(int32_t first, const Read& read_columns) const {
-    Own own;
+  __device__ __forceinline__ LaneColumns read(int32_t first, const Read& read_columns) const {
+    LaneColumns columns;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = Steps::column(v, first);
-      own.v[v] = column < table_.dim ? read_columns(column) : Columns<kWidth>::zero();
+      columns.v[v] = column < table_.dim ? read_columns(column) : Columns<kWidth>::zero();
     }
-    return own;
+    return columns;
   }
-  __device__ __forceinline__ Own gradient(int32_t first) const {
+  __device__ __forceinline__ LaneColumns gradient(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.gradient(column); });
   }
-  __device__ __forceinline__ Own value(int32_t first) const {
+  __device__ __forceinline__ LaneColumns value(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.value(column); });
   }
-  __device__ __forceinline__ Own first_state(int32_t first) const {
+  __device__ __forceinline__ LaneColumns first_state(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.first(column); });
   }
-  __device__ __forceinline__ Own second_state(int32_t first) const {
+  __device__ __forceinline__ LaneColumns second_state(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.second(column); });
   }
 
-  __device__ __forceinline__ void update(RowOnce& once) const {
+  __device__ __forceinline__ void update(RowScalars& scalars) const {
     const OptimizerConfig& optimizer = *table_.optimizer;
     RowTerms terms = table_.terms;
     if (optimizer.own_steps) {
-      once.step += 1.0f;
-      terms = begin_row(optimizer, table_.learning_rate, once.step);
+      scalars.step += 1.0f;
+      terms = begin_row(optimizer, table_.learning_rate, scalars.step);
     }
     if (clips_by_norm(optimizer)) {
       const float squares = sum_columns(false, [&](float, float gradient) {
@@ -101,32 +101,32 @@ class RowUpdate {
           return g * g;
         });
       }
-      once.square = adapt_row(optimizer, squares, table_.dim, once.square, &terms);
+      scalars.square = adapt_row(optimizer, squares, table_.dim, scalars.square, &terms);
     }
     if (limits_norm(optimizer)) {
       const float squares = sum_columns(true, [&](float value, float gradient) {
-        const float renewed = moved(terms, value, gradient_of(optimizer, terms, value, gradient));
-        return renewed * renewed;
+        const float new_value = moved(terms, value, gradient_of(optimizer, terms, value, gradient));
+        return new_value * new_value;
       });
       limit_row(optimizer, squares, &terms);
     }
     if constexpr (!kColumnStates) {
       // Row-wise Adagrad's columns have SGD's formula, with the row's own rate in `terms`.
-      update_columns<Optimizer::kSgd>(terms, once.rounding);
+      update_columns<Optimizer::kSgd>(terms, scalars.rounding);
     } else {
       switch (optimizer.kind) {
         case Optimizer::kMomentum:
-          return update_columns<Optimizer::kMomentum>(terms, once.rounding);
+          return update_columns<Optimizer::kMomentum>(terms, scalars.rounding);
         case Optimizer::kAdagrad:
-          return update_columns<Optimizer::kAdagrad>(terms, once.rounding);
+          return update_columns<Optimizer::kAdagrad>(terms, scalars.rounding);
         case Optimizer::kAdam:
-          return update_columns<Optimizer::kAdam>(terms, once.rounding);
+          return update_columns<Optimizer::kAdam>(terms, scalars.rounding);
         case Optimizer::kRowWiseAdam:
-          return update_columns<Optimizer::kRowWiseAdam>(terms, once.rounding);
+          return update_columns<Optimizer::kRowWiseAdam>(terms, scalars.rounding);
         case Optimizer::kFtrl:
-          return update_columns<Optimizer::kFtrl>(terms, once.rounding);
+          return update_columns<Optimizer::kFtrl>(terms, scalars.rounding);
         case Optimizer::kLamb:
-          return apply_lamb(terms, once.rounding);
+          return apply_lamb(terms, scalars.rounding);
         default:
           return;
       }
@@ -139,8 +139,8 @@ class RowUpdate {
   __device__ __forceinline__ float sum_columns(bool reads, const Term& term) const {
     float sum = 0.0f;
     Steps::for_each(table_.dim, [&](int32_t first) {
-      const Own gradients = gradient(first);
-      Own values{};
+      const LaneColumns gradients = gradient(first);
+      LaneColumns values{};
       if (reads) values = value(first);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -156,7 +156,7 @@ class RowUpdate {
     const OptimizerConfig& optimizer = *table_.optimizer;
     constexpr int kStates = column_states(kKind);
     Steps::for_each(table_.dim, [&](int32_t first_column) {
-      Own g = gradient(first_column), values = value(first_column), first{}, second{};
+      LaneColumns g = gradient(first_column), values = value(first_column), first{}, second{};
       if constexpr (kStates >= 1) first = first_state(first_column);
       if constexpr (kStates >= 2) second = second_state(first_column);
 #pragma unroll
@@ -191,8 +191,8 @@ class RowUpdate {
     float row_squares = 0.0f, direction_squares = 0.0f;
     const auto for_each_direction = [&](const auto& visit) {
       Steps::for_each(table_.dim, [&](int32_t first_column) {
-        const Own g = gradient(first_column), values = value(first_column);
-        Own first = first_state(first_column), second = second_state(first_column);
+        const LaneColumns g = gradient(first_column), values = value(first_column);
+        LaneColumns first = first_state(first_column), second = second_state(first_column);
         Steps::for_columns(table_.dim, first_column, [&](int32_t column) {
           const int v = (column - first_column) / (kLanes * kWidth);
           Columns<kWidth> direction;
@@ -228,7 +228,7 @@ class RowUpdate {
                                         uint64_t rounding) const {
     if constexpr (kInt8) {
       if (table_.type == RowType::kInt8) {
-        value.store(renewed_ + column);
+        value.store(new_values_ + column);
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) largest_ = max(largest_, magnitude_bits(value.v[k]));
         return;
@@ -240,12 +240,12 @@ class RowUpdate {
       store_narrow(value, column, rounding);
     }
   }
-  // Stores the row from `renewed_`.
+  // Stores the row from `new_values_`.
   __device__ __forceinline__ void store_int8(uint64_t rounding) const {
     const Int8Scale scale = int8_scale(largest_of_tile<kLanes>(largest_));
     Steps::for_each(table_.dim, [&](int32_t first) {
       Steps::for_columns(table_.dim, first, [&](int32_t column) {
-        const auto value = Columns<kWidth>::load(renewed_ + column);
+        const auto value = Columns<kWidth>::load(new_values_ + column);
         const uint64_t bits = rounding_bits(rounding, static_cast<uint32_t>(column) / 4);
         const bool zero = scale.inverse == 0.0f;
         char* const to = values_ + kInt8Start + column;
@@ -311,27 +311,28 @@ struct RowInMemory {
   }
 };
 
-// Updates a row in global memory, by a warp. gradient(column): Columns<kWidth>. renewed: as for
+// Updates a row in global memory, by a warp. gradient(column): Columns<kWidth>. new_values: as for
 // RowUpdate.
 template <int kWidth, bool kColumnStates, bool kInt8, typename GradientOf>
 __device__ __forceinline__ void update_row_in_memory(const TableView& view,
                                                      const OptimizerConfig& optimizer,
                                                      float learning_rate, int64_t slot,
-                                                     const GradientOf& gradient, float* renewed) {
+                                                     const GradientOf& gradient,
+                                                     float* new_values) {
   const TableUpdate table(view, optimizer, learning_rate);
-  const bool leads = Tile<kWarp>::lane() == 0;
-  const int64_t frame = frame_to_write(view.frames, slot, leads);
+  const bool is_leader = Tile<kWarp>::lane() == 0;
+  const int64_t frame = frame_to_write(view.frames, slot, is_leader);
   char* const values = view.rows.at(slot, frame);
   auto* const state = reinterpret_cast<float*>(view.states.at(slot, frame));
-  RowOnce once = load_once_values(view, slot, state, optimizer);
+  RowScalars scalars = load_row_scalars(view, slot, state, optimizer);
   __syncwarp();  // all lanes have read them
   using Source = RowInMemory<kWidth, kInt8, GradientOf>;
   const Source source{table, values, state, gradient};
   // Several vectors in a step, because a warp waits for the loads of each step.
   constexpr int kVectors = kColumnStates ? 1 : 2;
   RowUpdate<kWarp, kVectors, kWidth, kColumnStates, kInt8, Source>::run(table, source, values,
-                                                                        state, once, renewed);
-  if (leads) store_once_values(once, table.dim, state, optimizer);
+                                                                        state, scalars, new_values);
+  if (is_leader) store_row_scalars(scalars, table.dim, state, optimizer);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

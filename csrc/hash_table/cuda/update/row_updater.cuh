@@ -52,14 +52,14 @@ struct RowUpdater {
   using Vector = Columns<kWidth>;
 
   // A lane's columns of a row.
-  struct Own {
+  struct LaneColumns {
     Vector v[kVectors];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) v[i] = Vector::zero();
     }
-    __device__ __forceinline__ void add(float scale, const Own& other) {
+    __device__ __forceinline__ void add(float scale, const LaneColumns& other) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) v[i].add(scale, other.v[i]);
     }
@@ -100,11 +100,11 @@ struct RowUpdater {
       for (int k = 0; k < kWidth; k += 4) {
         const int32_t at = column(i) + k;
         if (at >= dim) break;
-        char* const its = to + at * static_cast<int32_t>(sizeof(float));
+        char* const address = to + at * static_cast<int32_t>(sizeof(float));
         if constexpr (kOnce && kStates == 0) {
-          copy_async(its, from + at, policy);
+          copy_async(address, from + at, policy);
         } else {
-          copy_async<16>(its, from + at);
+          copy_async<16>(address, from + at);
         }
       }
     }
@@ -120,8 +120,9 @@ struct RowUpdater {
       }
     }
   }
-  __device__ __forceinline__ void copy_gradient(char* to, const char* from, RowType its) const {
-    if (its == RowType::kFloat32) {
+  __device__ __forceinline__ void copy_gradient(char* to, const char* from,
+                                                RowType value_type) const {
+    if (value_type == RowType::kFloat32) {
       copy_floats<false>(to, reinterpret_cast<const float*>(from));
     } else {
       copy_halves(to, reinterpret_cast<const uint16_t*>(from));
@@ -152,35 +153,37 @@ struct RowUpdater {
   }
 
   // Loads the copied columns, with zeros after the row's columns.
-  __device__ __forceinline__ Own load(RowType its, const char* from) const {
-    Own own;
+  __device__ __forceinline__ LaneColumns load(RowType value_type, const char* from) const {
+    LaneColumns columns;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      own.v[i] = Vector::zero();
+      columns.v[i] = Vector::zero();
       if (column(i) >= dim) continue;
-      own.v[i] = Vector::load(its, from, column(i));
+      columns.v[i] = Vector::load(value_type, from, column(i));
       if (k16Bits && column(i) + 4 >= dim) {
 #pragma unroll
-        for (int k = 4; k < kWidth; ++k) own.v[i].v[k] = 0.0f;
+        for (int k = 4; k < kWidth; ++k) columns.v[i].v[k] = 0.0f;
       }
     }
-    return own;
+    return columns;
   }
 
   // active: whether the tile has a row to update. sum: the row's gradient; an active tile may
   // change it. values, state: the row and its column states in memory. arrived_*: their copies,
-  // states `of_state` bytes apart. Returns row-wise Adagrad's new mean of squares.
-  __device__ __forceinline__ float update(bool active, const OptimizerConfig& config, Own& sum,
-                                          const char* arrived_row, const char* arrived_states,
-                                          int32_t of_state, char* values, float* state,
-                                          const RowExtras& extras, bool adapts) const {
+  // states `state_stride` bytes apart. Returns row-wise Adagrad's new mean of squares.
+  __device__ __forceinline__ float update(bool active, const OptimizerConfig& config,
+                                          LaneColumns& sum, const char* arrived_row,
+                                          const char* arrived_states, int32_t state_stride,
+                                          char* values, float* state, const RowExtras& extras,
+                                          bool adapts) const {
     values = in_global(values);
     state = in_global(state);
-    RowTerms its = terms;
+    RowTerms row_terms = terms;
     float renewed = 0.0f;
-    [[maybe_unused]] Own row;  // of 8 bits, until its scale is known
+    [[maybe_unused]] LaneColumns row;  // of 8 bits, until its scale is known
     [[maybe_unused]] uint32_t largest = 0;
-    if constexpr (!kPlain) clip_and_decay(active, config, arrived_row, extras.scale, sum, its);
+    if constexpr (!kPlain)
+      clip_and_decay(active, config, arrived_row, extras.scale, sum, row_terms);
     if (kKind == Optimizer::kSgd && adapts) {
       float squares = 0.0f;
 #pragma unroll
@@ -189,10 +192,10 @@ struct RowUpdater {
         for (int k = 0; k < kWidth; ++k) squares += sum.v[i].v[k] * sum.v[i].v[k];
       }
       squares = Tile<kLanes>::sum(squares);
-      if (active) renewed = adapt_row(config, squares, dim, extras.square, &its);
+      if (active) renewed = adapt_row(config, squares, dim, extras.square, &row_terms);
     }
     if constexpr (kStates == 0 && !kPlain) {
-      limit_norm(active, config, arrived_row, extras.scale, sum, its);
+      limit_norm(active, config, arrived_row, extras.scale, sum, row_terms);
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -204,7 +207,7 @@ struct RowUpdater {
         first = Vector::load(reinterpret_cast<const float*>(arrived_states) + at);
       }
       if constexpr (kStates >= 2) {
-        second = Vector::load(reinterpret_cast<const float*>(arrived_states + of_state) + at);
+        second = Vector::load(reinterpret_cast<const float*>(arrived_states + state_stride) + at);
       }
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
@@ -212,7 +215,7 @@ struct RowUpdater {
         float& first_of = kStates >= 1 ? first.v[k] : unused;
         float& second_of = kStates >= 2 ? second.v[k] : unused;
         value.v[k] =
-            move_column<kKind>(config, its, value.v[k], sum.v[i].v[k], first_of, second_of);
+            move_column<kKind>(config, row_terms, value.v[k], sum.v[i].v[k], first_of, second_of);
       }
       if constexpr (kInt8) {
         row.v[i] = value;
@@ -248,8 +251,8 @@ struct RowUpdater {
 
   // Calls visit(gradient, value) for the lane's columns of a row.
   template <typename Visit>
-  __device__ __forceinline__ void for_each_column(const char* arrived_row, float scale, Own& sum,
-                                                  const Visit& visit) const {
+  __device__ __forceinline__ void for_each_column(const char* arrived_row, float scale,
+                                                  LaneColumns& sum, const Visit& visit) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int32_t at = column(i);
@@ -264,8 +267,8 @@ struct RowUpdater {
 
   // Replaces the gradient of an active tile by gradient_of.
   __device__ __forceinline__ void clip_and_decay(bool active, const OptimizerConfig& config,
-                                                 const char* arrived_row, float scale, Own& sum,
-                                                 RowTerms& its) const {
+                                                 const char* arrived_row, float scale,
+                                                 LaneColumns& sum, RowTerms& row_terms) const {
     if (clips_by_norm(config)) {
       float squares = 0.0f;
 #pragma unroll
@@ -276,27 +279,27 @@ struct RowUpdater {
           squares += g * g;
         }
       }
-      clip_row(config, Tile<kLanes>::sum(squares), &its);
+      clip_row(config, Tile<kLanes>::sum(squares), &row_terms);
     }
     if (!active) return;
     for_each_column(arrived_row, scale, sum, [&](float& gradient, float value) {
-      gradient = gradient_of(config, its, value, gradient);
+      gradient = gradient_of(config, row_terms, value, gradient);
     });
   }
 
   // Bounds the norm of the new row, for optimizers without column states. sum: of gradient_of.
   __device__ __forceinline__ void limit_norm(bool active, const OptimizerConfig& config,
-                                             const char* arrived_row, float scale, Own& sum,
-                                             RowTerms& its) const {
+                                             const char* arrived_row, float scale, LaneColumns& sum,
+                                             RowTerms& row_terms) const {
     if (!limits_norm(config)) return;
     float squares = 0.0f;
     if (active) {
       for_each_column(arrived_row, scale, sum, [&](float gradient, float value) {
-        const float renewed = moved(its, value, gradient);
+        const float renewed = moved(row_terms, value, gradient);
         squares += renewed * renewed;
       });
     }
-    limit_row(config, Tile<kLanes>::sum(squares), &its);
+    limit_row(config, Tile<kLanes>::sum(squares), &row_terms);
   }
 
   __device__ __forceinline__ void store_floats(const Vector& vector, float* to, int32_t at) const {
@@ -309,8 +312,8 @@ struct RowUpdater {
     }
   }
   // largest: magnitude_bits of the row's largest value.
-  __device__ __forceinline__ void store_int8(const Own& row, uint32_t largest, uint64_t rounding,
-                                             char* to) const {
+  __device__ __forceinline__ void store_int8(const LaneColumns& row, uint32_t largest,
+                                             uint64_t rounding, char* to) const {
     const Int8Scale scale = int8_scale(largest);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {

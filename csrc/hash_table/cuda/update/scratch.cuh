@@ -46,9 +46,9 @@ struct LongSegment {
 
 // The pieces of a segment are divided into this number of shares, whose sums are added in a fixed
 // order.
-constexpr uint32_t kPieceShares = 8;
+constexpr uint32_t kPieceWarps = 8;
 
-// Segments longer than kLongest, and their pieces. Those with more than kPieceShares pieces are
+// Segments longer than kLongest, and their pieces. Those with more than kPieceWarps pieces are
 // listed backwards from the end of the array.
 struct LongSegments {
   uint32_t* number;       // of segments with few pieces
@@ -63,7 +63,7 @@ struct LongSegments {
 
 // Lists the units of each row class, if the group has several. A unit: 32 neighbouring positions
 // for a warp.
-struct Units {
+struct UnitLists {
   uint32_t* number;  // [kRowClasses]
   uint32_t* lists;   // [classes of the group][capacity]
   uint32_t capacity;
@@ -98,7 +98,7 @@ struct UpdateSize {
 
 constexpr int kBagBins = 256;  // ranges of bags by which short segments are ordered
 
-struct Scratch {
+struct UpdateScratch {
   SortedPairs pairs;
   // The pairs of the segments that are not long. If `orders`: a copy in the order of bags;
   // otherwise all of `pairs`, including the long ones.
@@ -116,7 +116,7 @@ struct Scratch {
   void* cub_sort;
   // Before begin_lists only the counts of segments and units are valid.
   LongSegments long_segments;
-  Units units;
+  UnitLists units;
   char* middle;
 
 #ifdef __CUDACC__
@@ -131,7 +131,7 @@ struct Scratch {
 #endif
   // Places all but the lists from `base` on, which is aligned to 256 bytes. Returns the number of
   // bytes. If `base` is null, does nothing else.
-  size_t place(const UpdateSize& size, char* base);
+  size_t lay_out(const UpdateSize& size, char* base);
   // Places the lists in free memory, after the sort has chosen the half of the pairs.
   void begin_lists(const UpdateSize& size);
 };

@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/segment_tile.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -24,8 +24,8 @@ constexpr int kSegmentWarps = kSegmentThreads / kWarp;
 template <Optimizer kKind, typename Element, int kLanes, int kVectors, int kDepth, bool kPlain,
           int kBlocks>
 __global__ void __launch_bounds__(kSegmentThreads, kBlocks) segment_kernel(
-    const TableView* __restrict__ tables, const __grid_constant__ Update update,
-    const __grid_constant__ Scratch scratch,
+    const TableView* __restrict__ tables, const __grid_constant__ UpdateArguments update,
+    const __grid_constant__ UpdateScratch scratch,
     const __grid_constant__
     typename SegmentTile<kKind, Element, kLanes, kVectors, kDepth, kPlain>::Memory memory,
     int32_t row_class, bool whole, bool first) {
@@ -45,15 +45,15 @@ __global__ void __launch_bounds__(kSegmentThreads, kBlocks) segment_kernel(
     const uint32_t begin = whole ? 0 : first_lane;  // within a unit
     const uint32_t positions = whole ? kWarp : Segments::kSpan;
     Segments tile(tables, update, scratch, memory, row_class, shared);
-    const uint32_t works = whole ? (units + kTiles - 1) / kTiles : units * kSpans;
-    for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < works;
+    const uint32_t num_work_items = whole ? (units + kTiles - 1) / kTiles : units * kSpans;
+    for (uint32_t work = blockIdx.x * kSegmentWarps + threadIdx.x / kWarp; work < num_work_items;
          work += gridDim.x * kSegmentWarps) {
       const uint32_t unit = whole ? work * kTiles + first_lane / kLanes : work / kSpans;
-      const bool there = unit < units;
-      const uint32_t at = there ? (listed ? list[unit] : unit) * kWarp + begin +
-                                      (whole ? 0 : work % kSpans * Segments::kSpan)
-                                : n;
-      tile.update_segments(at, there ? at + positions : n, n);
+      const bool is_valid = unit < units;
+      const uint32_t at = is_valid ? (listed ? list[unit] : unit) * kWarp + begin +
+                                         (whole ? 0 : work % kSpans * Segments::kSpan)
+                                   : n;
+      tile.update_segments(at, is_valid ? at + positions : n, n);
     }
   }
   if (!first) wait_for_kernel_before();
@@ -75,8 +75,8 @@ constexpr int blocks_of(int vectors) {
 // The arguments of update_segments.
 struct SegmentCall {
   const TableView* tables;
-  const Update& update;
-  const Scratch& scratch;
+  const UpdateArguments& update;
+  const UpdateScratch& scratch;
   const GroupShape& shape;
   int32_t row_class;
   bool first;
@@ -91,7 +91,7 @@ void launch_segments(const SegmentCall& call) {
       kVectors * Segments::Updater::kWidth / 4);
   const bool listed = call.scratch.units.any();
   const int32_t columns =
-      min(call.shape.widest, most_columns(static_cast<WidthClass>(call.row_class % kWidthClasses)));
+      min(call.shape.widest, max_columns(static_cast<WidthClass>(call.row_class % kWidthClasses)));
   const typename Segments::Memory memory(columns, sizeof(Element), kDepth);
   constexpr int kTiles = kWarp / kLanes;
   const int64_t units = (call.update.batch.num_ids + kWarp - 1) / kWarp;
@@ -102,10 +102,10 @@ void launch_segments(const SegmentCall& call) {
   const int64_t blocks =
       listed ? min(all, int64_t{resident_grid(2 * kBlocks, units * kWarp)}) : all;
   LaunchShape launch_shape{dim3(static_cast<unsigned>(blocks)), kSegmentThreads};
-  launch_shape.shared_bytes = kSegmentThreads / kLanes * memory.of_tile;
-  launch_chained(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kPlain, kBlocks>,
-                 launch_shape, call.stream, call.tables, call.update, call.scratch, memory,
-                 listed ? call.row_class : kAllRowClasses, whole, call.first);
+  launch_shape.shared_bytes = kSegmentThreads / kLanes * memory.tile_bytes;
+  launch_dependent(segment_kernel<kKind, Element, kLanes, kVectors, kDepth, kPlain, kBlocks>,
+                   launch_shape, call.stream, call.tables, call.update, call.scratch, memory,
+                   listed ? call.row_class : kAllRowClasses, whole, call.first);
 }
 
 // Selects lanes and vectors for rows of a width, and the positions in flight.

@@ -9,8 +9,9 @@ bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class) {
          row_class % kWidthClasses != static_cast<int32_t>(WidthClass::kWider);
 }
 
-void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                     const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream) {
+void update_segments(const TableView* tables, const UpdateArguments& update,
+                     const UpdateScratch& scratch, const GroupShape& shape, int32_t row_class,
+                     bool first, cudaStream_t stream) {
   const SegmentCall call{tables, update, scratch, shape, row_class, first, stream};
   if (row_class >= first_row_class(RowType::kInt8)) return update_int8_segments(call);
   const RowType type = row_class < kWidthClasses ? RowType::kFloat32 : RowType::kFloat16;

@@ -16,7 +16,7 @@ namespace torchrec_hkv::hash_table::cuda {
 // Distributes the columns of a row to the lanes of a tile. Within a step, a vector of a lane is
 // followed by the same vector of the next lane.
 template <int kLanes, int kVectors, int kWidth>
-struct Step {
+struct ColumnSteps {
   static constexpr int32_t kColumns = kLanes * kVectors * kWidth;
 
   // First column of a vector of the lane, in the step that begins with column `first`.
@@ -67,34 +67,34 @@ struct TableUpdate {
 };
 
 // Values that a row has once, besides its columns. All lanes of a tile hold the same values.
-struct RowOnce {
+struct RowScalars {
   float square;       // row-wise state; the update renews it
   float step;         // updates of this row so far, if rows count them; the update renews it
   uint64_t rounding;  // key of stochastic rounding, which rows of 8 bits always have
 };
 
 // Loads these values of a row.
-__device__ __forceinline__ RowOnce load_once_values(const TableView& table, int64_t slot,
-                                                    const float* state,
-                                                    const OptimizerConfig& optimizer) {
-  RowOnce once{0.0f, 0.0f, 0};
+__device__ __forceinline__ RowScalars load_row_scalars(const TableView& table, int64_t slot,
+                                                       const float* state,
+                                                       const OptimizerConfig& optimizer) {
+  RowScalars scalars{0.0f, 0.0f, 0};
   state = in_global(state);
   if (adapts_by_row(optimizer.kind)) {
-    once.square = state[row_square_column(optimizer.kind, table.dim())];
+    scalars.square = state[row_square_column(optimizer.kind, table.dim())];
   }
-  if (optimizer.own_steps) once.step = state[own_step_column(optimizer.kind, table.dim())];
+  if (optimizer.own_steps) scalars.step = state[own_step_column(optimizer.kind, table.dim())];
   if ((optimizer.stochastic_rounding && table.rows.type != RowType::kFloat32) ||
       table.rows.type == RowType::kInt8) {
-    once.rounding = rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
-                                 id_of_slot(table, slot), *table.optimizer_step);
+    scalars.rounding = rounding_key(optimizer.rounding_seed, table.initial_rows.seed,
+                                    id_of_slot(table, slot), *table.optimizer_step);
   }
-  return once;
+  return scalars;
 }
-__device__ __forceinline__ void store_once_values(const RowOnce& once, int32_t dim, float* state,
-                                                  const OptimizerConfig& optimizer) {
+__device__ __forceinline__ void store_row_scalars(const RowScalars& scalars, int32_t dim,
+                                                  float* state, const OptimizerConfig& optimizer) {
   state = in_global(state);
-  if (adapts_by_row(optimizer.kind)) state[row_square_column(optimizer.kind, dim)] = once.square;
-  if (optimizer.own_steps) state[own_step_column(optimizer.kind, dim)] = once.step;
+  if (adapts_by_row(optimizer.kind)) state[row_square_column(optimizer.kind, dim)] = scalars.square;
+  if (optimizer.own_steps) state[own_step_column(optimizer.kind, dim)] = scalars.step;
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -1,21 +1,21 @@
 // The backward on the GPU.
 //
 // First the positions of a batch are grouped by slot: pairs of slot and bag are written
-// (prepare.cu) and sorted, in one sort or, if each feature has a table of its own, separately by
-// table (sort_by_table.cu). If gradients would not stay in L2, segments of equal slots are then
-// ordered by bag (order_by_bag.cu). Grouping needs no gradients, so it can run beside the forward
-// as soon as slots are known.
+// (prepare_pairs.cu) and sorted, in one sort or, if each feature has a table of its own, separately
+// by table (sort_by_table.cu). If gradients would not stay in L2, segments of equal slots are then
+// ordered by bag (order_by_bag.cu). Grouping needs no gradients, so it can run beside the
+// forward as soon as slots are known.
 //
 // Then rows are updated. Adjacent pairs of equal slots form a segment. Its gradients are summed in
 // the order of the batch, and its row is updated once (segments.cu, any_segments.cu). Long segments
-// are cut in pieces, which are summed first (pieces.cu); the sums are added at the end
+// are cut in pieces, which are summed first (sum_pieces.cu); the sums are added at the end
 // (long_segments.cu). No gradient is stored for each id.
 #include <cub/device/device_radix_sort.cuh>
 #include <stdexcept>
 #include <utility>
 
-#include "common/chain.cuh"
 #include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
 #include "common/side_stream.h"
 #include "hash_table/cuda/offsets.cuh"
 #include "hash_table/cuda/update/update.cuh"
@@ -61,7 +61,7 @@ bool orders_by_bag(int64_t num_ids, int64_t num_bags, const GroupShape& shape) {
   constexpr int64_t kCachedBytes = int64_t{16} << 20;
   const int64_t bytes = num_bags * shape.widest * static_cast<int64_t>(sizeof(float));
   return shape.all_wide() && num_ids >= 4 * num_bags &&
-         bytes / max(1, shape.features_apart) >= kCachedBytes;
+         bytes / max(1, shape.num_unshared_features) >= kCachedBytes;
 }
 
 UpdateSize size_of(int64_t num_ids, int64_t num_bags, int64_t num_slots, const GroupShape& shape,
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const TableView* tables, int32_t num_tables, const Batch batch,
-                 const __grid_constant__ Scratch scratch) {
+                 const __grid_constant__ UpdateScratch scratch) {
   let_next_kernel_start();
   count_update(tables, num_tables);
   if (threadIdx.x != 0) return;
@@ -108,17 +108,17 @@ bool expects_unique_ids(const UpdateHint* hint) {
 
 size_t update_rows_scratch(int64_t num_ids, int64_t num_bags, int64_t num_slots,
                            const GroupShape& shape, bool weighted) {
-  return Scratch().place(size_of(num_ids, num_bags, num_slots, shape, weighted), nullptr);
+  return UpdateScratch().lay_out(size_of(num_ids, num_bags, num_slots, shape, weighted), nullptr);
 }
 
 Grouping group_positions(const TableView* tables, const Batch& batch, const int64_t* slots,
                          bool weighted, int64_t num_slots, const GroupShape& shape,
                          const UpdateHint* hint, void* memory, cudaStream_t stream,
-                         SideStream* beside) {
+                         SideStream* side_stream) {
   if (batch.num_ids == 0) return Grouping{false};
   const UpdateSize size = size_of(batch.num_ids, batch.num_bags, num_slots, shape, weighted);
-  Scratch scratch;
-  scratch.place(size, static_cast<char*>(memory));
+  UpdateScratch scratch;
+  scratch.lay_out(size, static_cast<char*>(memory));
   const uint64_t no_slot = no_slot_of(size);
   const void* const first_half = scratch.pairs.pairs.keys;
   HKV_CUDA_CHECK(cudaMemsetAsync(scratch.words, 0, scratch.word_bytes, stream));
@@ -126,10 +126,10 @@ Grouping group_positions(const TableView* tables, const Batch& batch, const int6
   if (sorts_by_table(shape, batch, size.format(), hint)) {
     // A graph would start the other branch first, whose blocks leave no room for this sort's large
     // ones. Without a graph, waiting costs more than it gains.
-    const bool holds = beside != nullptr && is_captured(stream);
-    if (holds) beside->hold_other();
-    sort_by_table(tables, batch, &scratch.pairs, shape.most_slots, scratch.hot_slots,
-                  beside != nullptr && !holds, stream);
+    const bool hold = side_stream != nullptr && is_captured(stream);
+    if (hold) side_stream->delay_main();
+    sort_by_table(tables, batch, &scratch.pairs, shape.max_slots, scratch.hot_slots,
+                  side_stream != nullptr && !hold, stream);
   } else {
     sort_all(&scratch.pairs, batch.num_ids, size.key_bits(), scratch.cub_sort, size.cub_sort_bytes,
              stream);
@@ -152,21 +152,21 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
   }
   const UpdateSize size =
       size_of(batch.num_ids, batch.num_bags, num_slots, shape, pooling.weights != nullptr);
-  Scratch scratch;
-  scratch.place(size, static_cast<char*>(memory));
+  UpdateScratch scratch;
+  scratch.lay_out(size, static_cast<char*>(memory));
   if (grouping.moved) std::swap(scratch.pairs.pairs, scratch.pairs.other);
   scratch.begin_lists(size);
-  const Update update{batch,
-                      pooling,
-                      grad,
-                      optimizer,
-                      learning_rate,
-                      no_slot_of(size),
-                      shape.four_wide && grad.stride % 4 == 0};
+  const UpdateArguments update{batch,
+                               pooling,
+                               grad,
+                               optimizer,
+                               learning_rate,
+                               no_slot_of(size),
+                               shape.four_wide && grad.stride % 4 == 0};
   begin_kernel<<<1, kThreads, 0, stream>>>(tables, num_tables, batch, scratch);
   HKV_CUDA_CHECK_LAUNCH();
-  const bool pieces = batch.num_ids > kLongest;
-  if (pieces) sum_pieces(tables, update, scratch, shape, stream);
+  const bool has_pieces = batch.num_ids > kLongest;
+  if (has_pieces) sum_pieces(tables, update, scratch, shape, stream);
   if (!update.group_four_wide) {
     // One kernel for all classes, because its tiles have the same width for each.
     update_any_segments(tables, update, scratch, shape, kAllRowClasses, stream);
@@ -174,7 +174,7 @@ void update_rows(const TableView* tables, const Batch& batch, Pooling pooling,
     return;
   }
   const bool several = scratch.units.any();
-  bool first = !pieces;
+  bool first = !has_pieces;
   for (int32_t row_class = 0; row_class < kRowClasses; ++row_class) {
     if ((shape.row_classes >> row_class & 1) == 0) continue;
     if (updates_segments(optimizer, row_class)) {

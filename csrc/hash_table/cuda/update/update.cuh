@@ -15,7 +15,7 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // Arguments that the kernels of an update share.
-struct Update {
+struct UpdateArguments {
   Batch batch;
   Pooling pooling;
   Output<const char> grad;
@@ -45,8 +45,8 @@ __device__ __forceinline__ int64_t end_of_segment(const Pairs& sorted, int64_t a
   }
   while (high - low > 1) {
     const int64_t stride = (high - low + kLanes) / (kLanes + 1);
-    const int64_t look = low + (Tile<kLanes>::lane() + 1) * stride;
-    const int same = __popc(Tile<kLanes>::ballot(look < high && sorted.key(look) == slot));
+    const int64_t probe = low + (Tile<kLanes>::lane() + 1) * stride;
+    const int same = __popc(Tile<kLanes>::ballot(probe < high && sorted.key(probe) == slot));
     low += same * stride;
     high = min(high, low + stride);
   }
@@ -59,8 +59,8 @@ __device__ __forceinline__ int64_t bag_at(const int64_t* offsets, int64_t num_ba
   int64_t low = 0, high = num_bags;  // low begins at the position or before, high after it
   while (high - low > 1) {
     const int64_t stride = (high - low + kWarp) / (kWarp + 1);
-    const int64_t look = low + (threadIdx.x % kWarp + 1) * stride;
-    const bool before = look < high && offsets[look] <= position;
+    const int64_t probe = low + (threadIdx.x % kWarp + 1) * stride;
+    const bool before = probe < high && offsets[probe] <= position;
     low += __popc(__ballot_sync(kAllLanes, before)) * stride;
     high = min(high, low + stride);
   }
@@ -69,15 +69,15 @@ __device__ __forceinline__ int64_t bag_at(const int64_t* offsets, int64_t num_ba
 
 // Lists a long segment. Called by all lanes of a tile.
 template <int kLanes>
-__device__ __forceinline__ void note_long_segment(const LongSegments& longs, int64_t first,
-                                                  int64_t length) {
+__device__ __forceinline__ void append_long_segment(const LongSegments& longs, int64_t first,
+                                                    int64_t length) {
   using Lanes = Tile<kLanes>;
   LongSegment segment{static_cast<uint32_t>(first), static_cast<uint32_t>(length), 0, 0};
   const uint32_t pieces = segment.pieces();
   uint32_t number = 0, first_piece = 0;
   if (Lanes::lane() == 0) {
-    number = pieces > kPieceShares ? longs.capacity - 1 - atomicAdd(longs.number_many, 1u)
-                                   : atomicAdd(longs.number, 1u);
+    number = pieces > kPieceWarps ? longs.capacity - 1 - atomicAdd(longs.number_many, 1u)
+                                  : atomicAdd(longs.number, 1u);
     segment.first_piece = first_piece = atomicAdd(longs.pieces, pieces);
     longs.segments[number] = segment;
   }
@@ -89,87 +89,93 @@ __device__ __forceinline__ void note_long_segment(const LongSegments& longs, int
 }
 
 // The gradient of a sorted value, and its scale.
-struct Share {
+struct GradientRef {
   uint32_t table;
   int64_t gradient;  // position of its bag's gradient
   float scale;       // of the gradient
 };
 
-__device__ __forceinline__ Share share_of(const Update& update, const Scratch& scratch,
-                                          uint32_t value) {
+__device__ __forceinline__ GradientRef gradient_ref_of(const UpdateArguments& update,
+                                                       const UpdateScratch& scratch,
+                                                       uint32_t value) {
   const Batch& batch = update.batch;
   const uint32_t bag = scratch.bag_of(value);
   const int32_t feature = batch.feature_of_bag(bag);
-  Share it;
-  it.table = batch.feature_tables[feature];
-  it.gradient = batch.output_of(feature, bag - batch.first_bag(feature), update.grad.stride);
+  GradientRef ref;
+  ref.table = batch.feature_tables[feature];
+  ref.gradient = batch.output_of(feature, bag - batch.first_bag(feature), update.grad.stride);
   // With weights, values are positions.
-  it.scale = update.pooling.weights != nullptr ? update.pooling.weights[value] : 1.0f;
+  ref.scale = update.pooling.weights != nullptr ? update.pooling.weights[value] : 1.0f;
   if (update.pooling.mean) {
-    it.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
+    ref.scale *= 1.0f / static_cast<float>(batch.offsets[bag + 1] - batch.offsets[bag]);
   }
-  return it;
+  return ref;
 }
 
 // A sorted position, and the keys that determine the begin and end of its segment.
-struct SortedPlace {
+struct SortedPosition {
   Pair pair;
   uint64_t before, after, far;  // keys of the neighbours, and of the position kLongest later
 
-  __device__ __forceinline__ static SortedPlace load(const Pairs& sorted, uint32_t at, uint32_t n) {
+  __device__ __forceinline__ static SortedPosition load(const Pairs& sorted, uint32_t at,
+                                                        uint32_t n) {
     constexpr uint64_t kNone = ~0ull;
-    SortedPlace place{};
-    if (at < n) place.pair = sorted.load(at);
-    place.before = at < n && at > 0 ? sorted.key(at - 1) : kNone;
-    place.after = at + 1 < n ? sorted.key(at + 1) : kNone;
-    place.far = at + kLongest < n ? sorted.key(at + kLongest) : kNone;
-    return place;
+    SortedPosition position{};
+    if (at < n) position.pair = sorted.load(at);
+    position.before = at < n && at > 0 ? sorted.key(at - 1) : kNone;
+    position.after = at + 1 < n ? sorted.key(at + 1) : kNone;
+    position.far = at + kLongest < n ? sorted.key(at + kLongest) : kNone;
+    return position;
   }
 };
 
-// Writes the pairs of all positions, and checks the offsets (prepare.cu).
+// Writes the pairs of all positions, and checks the offsets (prepare_pairs.cu).
 void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
-                   const Scratch& scratch, cudaStream_t stream);
+                   const UpdateScratch& scratch, cudaStream_t stream);
 
 // Whether sort_by_table can sort such a batch, and is the fastest according to earlier batches
 // (sort_by_table.cu).
 bool sorts_by_table(const GroupShape& shape, const Batch& batch, const PairFormat& format,
                     const UpdateHint* hint);
 // Groups the pairs of equal slots, separately by table and in the order of the batch. The result
-// may be in the other half. most_slots: of one table. hot_slots: as in Scratch. beside: whether
-// other kernels occupy most of the GPU when this one begins.
+// may be in the other half. max_slots: of one table. hot_slots: as in UpdateScratch.
+// on_side_stream: whether other kernels occupy most of the GPU when this one begins.
 void sort_by_table(const TableView* tables, const Batch& batch, SortedPairs* pairs,
-                   int64_t most_slots, uint32_t* hot_slots, bool beside, cudaStream_t stream);
+                   int64_t max_slots, uint32_t* hot_slots, bool on_side_stream,
+                   cudaStream_t stream);
 
 // Copies the pairs of short segments to scratch.short_pairs, in the order of their bags
 // (order_by_bag.cu).
-void order_by_bag(const Batch& batch, uint64_t no_slot, const Scratch& scratch,
+void order_by_bag(const Batch& batch, uint64_t no_slot, const UpdateScratch& scratch,
                   cudaStream_t stream);
 
 // Lists long segments, counts segments of one position and, in groups of several row classes, lists
 // the units of each class (list_segments.cu).
 void list_segments(const TableView* tables, const Batch& batch, uint64_t no_slot,
-                   const Scratch& scratch, cudaStream_t stream);
+                   const UpdateScratch& scratch, cudaStream_t stream);
 
 // Sums the gradients of the pieces of long segments. Later kernels of the update may begin
-// meanwhile (pieces.cu).
-void sum_pieces(const TableView* tables, const Update& update, const Scratch& scratch,
-                const GroupShape& shape, cudaStream_t stream);
+// meanwhile (sum_pieces.cu).
+void sum_pieces(const TableView* tables, const UpdateArguments& update,
+                const UpdateScratch& scratch, const GroupShape& shape, cudaStream_t stream);
 
 // Whether update_segments supports an optimizer and a row class.
 bool updates_segments(const OptimizerConfig& optimizer, int32_t row_class);
 // Updates the rows of all segments but long ones, for tables of this row class. first: whether it
 // is the first of the kernels that may overlap (segments.cu).
-void update_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                     const GroupShape& shape, int32_t row_class, bool first, cudaStream_t stream);
+void update_segments(const TableView* tables, const UpdateArguments& update,
+                     const UpdateScratch& scratch, const GroupShape& shape, int32_t row_class,
+                     bool first, cudaStream_t stream);
 // As update_segments, for any optimizer and rows of any width; row_class may be kAllRowClasses
 // (any_segments.cu).
-void update_any_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                         const GroupShape& shape, int32_t row_class, cudaStream_t stream);
+void update_any_segments(const TableView* tables, const UpdateArguments& update,
+                         const UpdateScratch& scratch, const GroupShape& shape, int32_t row_class,
+                         cudaStream_t stream);
 // Updates the rows of long segments, whose pieces have been summed, and writes the hint for the
 // next batch (long_segments.cu).
-void update_long_segments(const TableView* tables, const Update& update, const Scratch& scratch,
-                          const GroupShape& shape, UpdateHint* hint, cudaStream_t stream);
+void update_long_segments(const TableView* tables, const UpdateArguments& update,
+                          const UpdateScratch& scratch, const GroupShape& shape, UpdateHint* hint,
+                          cudaStream_t stream);
 
 // Number of blocks of a grid: so many per multiprocessor, but not more than the threads need.
 unsigned resident_grid(int blocks_of_processor, int64_t threads);

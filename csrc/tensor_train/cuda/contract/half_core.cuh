@@ -23,8 +23,8 @@ __device__ __forceinline__ float power_of_two(int e) {
 }
 
 // The largest value of a warp, as bits. Values must not be negative.
-__device__ __forceinline__ uint32_t largest_of_warp(float mine) {
-  return __reduce_max_sync(kAllLanes, __float_as_uint(mine));
+__device__ __forceinline__ uint32_t largest_of_warp(float value) {
+  return __reduce_max_sync(kAllLanes, __float_as_uint(value));
 }
 __device__ __forceinline__ float largest(float4 v) {
   return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));

@@ -11,12 +11,12 @@ namespace torchrec_hkv::tensor_train::cuda {
 // exponent: exponent of the prefix.
 template <typename Config>
 __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
-                                             const Piece<Config>& piece, const __half* prefix,
+                                             const BlockTask<Config>& task, const __half* prefix,
                                              int exponent, int begin, int end, bool gather,
                                              LastPair& values) {
   using Tile = HalfTile<Config>;
   const int lane = threadIdx.x % 32, column = lane % 4;
-  const RowPlace<Config> place(piece);
+  const RowOffsets<Config> place(task);
   uint32_t high[2][4], low[2][4];
   {
     const __half* const from =
@@ -32,12 +32,12 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
     const int limit = min(32, end - base);
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
-      values.read(piece, id, 0, limit);
+      values.read(task, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 2) {
-      const int mine = from + column / 2;
-      const uint32_t source = __shfl_sync(kAllLanes, id.source, min(mine, limit - 1));
+      const int id_index = from + column / 2;
+      const uint32_t source = __shfl_sync(kAllLanes, id.source, min(id_index, limit - 1));
       const float most = fmaxf(largest(values.low), largest(values.high));
       const int first = exponent_for(largest_of_warp(lane < 16 ? most : 0.0f));
       const int second = exponent_for(largest_of_warp(lane < 16 ? 0.0f : most));
@@ -54,13 +54,13 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
         mma_half(sums[1], high[s], b[2 * s].low, b[2 * s + 1].low);
         mma_half(sums[2], high[s], b[2 * s].high, b[2 * s + 1].high);
       }
-      if (from + 2 < limit) values.read(piece, id, from + 2, limit);
+      if (from + 2 < limit) values.read(task, id, from + 2, limit);
       const float unit = power_of_two(-exponent - (column < 2 ? first : second));
       float row[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) row[i] = (sums[2][i] + (sums[0][i] + sums[1][i])) * unit;
-      if (mine < limit) {
-        put_pair<Config>(in, place, column % 2 * 2, piece.last_q() - column % 2 * 2, base + mine,
+      if (id_index < limit) {
+        put_pair<Config>(in, place, column % 2 * 2, task.last_q() - column % 2 * 2, base + id_index,
                          source, gather, make_float2(row[0], row[1]), make_float2(row[2], row[3]));
       }
     }
@@ -97,7 +97,7 @@ struct ScaledSums {
 
 // exponent: exponent of the prefix. Returns the exponent of its gradient.
 template <typename Config>
-__device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<Config>& piece,
+__device__ __forceinline__ int gradient_pairs(const TileInput& in, const BlockTask<Config>& task,
                                               IdLane id, __half* prefix, int exponent, int begin,
                                               int end, TwoIds<Config>& two) {
   using Tile = HalfTile<Config>;
@@ -120,7 +120,7 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
     const int limit = min(32, end - base);
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
-      two.read(in, piece, id, 0, limit);
+      two.read(in, task, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 2) {
@@ -159,15 +159,15 @@ __device__ __forceinline__ int gradient_pairs(const TileInput& in, const Piece<C
         mma_half(d[t], high[t], b0.low, b1.low);
         mma_half(d[t], high[t], b0.high, b1.high);
       }
-      const int mine = from + column / 2;
-      const int32_t slice = __shfl_sync(kAllLanes, id.last, min(mine, limit - 1));
-      if (from + 2 < limit) two.read(in, piece, id, from + 2, limit);
+      const int id_index = from + column / 2;
+      const int32_t slice = __shfl_sync(kAllLanes, id.last, min(id_index, limit - 1));
+      if (from + 2 < limit) two.read(in, task, id, from + 2, limit);
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) d[t][i] *= unit;
       }
-      if (mine < limit) add_last_pair(piece, slice, 4 * row, d);
+      if (id_index < limit) add_last_pair(task, slice, 4 * row, d);
     }
   }
   // The sum of two ids is bounded, so its largest value is not needed.

@@ -39,14 +39,14 @@ struct HalfTile {
   };
 
   // All threads call this after they have used the previous contents. Returns the exponent.
-  static __device__ __forceinline__ int load_middle(int thread, const Piece<Config>& piece,
+  static __device__ __forceinline__ int load_middle(int thread, const BlockTask<Config>& task,
                                                     Scales& scales, __half* to) {
     constexpr int kLines = Config::kRank * 4 / (Config::kThreads / 4);  // of this thread
     const int within = thread % 4;                                      // eight ranks
-    const int32_t head_r = piece.head_r(), middle_q = piece.middle_q(), last_r = piece.last_r();
+    const int32_t head_r = task.head_r(), middle_q = task.middle_q(), last_r = task.last_r();
     const float* const from =
-        static_cast<const float*>(piece.table->middle) +
-        static_cast<size_t>(piece.middle) * static_cast<uint32_t>(head_r * middle_q * last_r) +
+        static_cast<const float*>(task.table->middle) +
+        static_cast<size_t>(task.middle) * static_cast<uint32_t>(head_r * middle_q * last_r) +
         within * 8;
     float4 low[kLines], high[kLines];
 #pragma unroll
@@ -116,19 +116,19 @@ struct HalfTile {
     const int first_row = warp / 4 * 16, middle_column = warp % 4;
     if (first_row >= 4 * count) return;
     uint32_t high[2][4], low[2][4];
-    const __half* const its_heads = heads + (first_row + lane % 16) * kHeadStep + lane / 16 * 8;
+    const __half* const head_values = heads + (first_row + lane % 16) * kHeadStep + lane / 16 * 8;
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      load_halves<false>(its_heads + 16 * s, high[s]);
-      load_halves<false>(its_heads + 16 * s + kLow, low[s]);
+      load_halves<false>(head_values + 16 * s, high[s]);
+      load_halves<false>(head_values + 16 * s + kLow, low[s]);
     }
-    const __half* const its_middle = middle + lane * kRowStep + middle_column * kColumnStep;
+    const __half* const middle_values = middle + lane * kRowStep + middle_column * kColumnStep;
     float sums[4][4] = {};
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       uint32_t b[4], b_low[4];
-      load_halves<true>(its_middle + 8 * q, b);
-      load_halves<true>(its_middle + 8 * q + kLow, b_low);
+      load_halves<true>(middle_values + 8 * q, b);
+      load_halves<true>(middle_values + 8 * q + kLow, b_low);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         mma_half(sums[q], low[s], b[2 * s], b[2 * s + 1]);
@@ -178,18 +178,18 @@ struct HalfTile {
                                         const __half* grads, int count) {
       const int warp = thread / 32, lane = thread % 32, column = lane % 4;
       constexpr int kNone = -1024;
-      const int own = lane < count ? -scales.heads[lane] - scales.grads[lane] : kNone;
-      const int top = __reduce_max_sync(kAllLanes, own);
-      const float factor = power_of_two(own - top);
-      const __half* const its_heads =
+      const int exponent_sum = lane < count ? -scales.heads[lane] - scales.grads[lane] : kNone;
+      const int top = __reduce_max_sync(kAllLanes, exponent_sum);
+      const float factor = power_of_two(exponent_sum - top);
+      const __half* const head_values =
           heads + (lane / 16 * 8 + lane % 8) * kHeadStep + warp / 4 * 16 + lane / 8 % 2 * 8;
-      const __half* const its_grads = grads + lane * kRowStep + warp % 4 * kColumnStep;
+      const __half* const grad_values = grads + lane * kRowStep + warp % 4 * kColumnStep;
       float added[4][4] = {};
       uint32_t high[2][4], low[2][4];
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        load_halves<true>(its_heads + 16 * s * kHeadStep, high[s]);
-        load_halves<true>(its_heads + 16 * s * kHeadStep + kLow, low[s]);
+        load_halves<true>(head_values + 16 * s * kHeadStep, high[s]);
+        load_halves<true>(head_values + 16 * s * kHeadStep + kLow, low[s]);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const __half2 by =
@@ -205,8 +205,8 @@ struct HalfTile {
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         uint32_t b[4], b_low[4];
-        load_halves<true>(its_grads + 8 * q, b);
-        load_halves<true>(its_grads + 8 * q + kLow, b_low);
+        load_halves<true>(grad_values + 8 * q, b);
+        load_halves<true>(grad_values + 8 * q + kLow, b_low);
         mma_half(added[q], low[0], b[0], b[1]);
         mma_half(added[q], high[0], b_low[0], b_low[1]);
         mma_half(added[q], high[0], b[0], b[1]);
@@ -226,17 +226,18 @@ struct HalfTile {
 
     // Adds the registers to the gradient in memory. Lanes first exchange groups of four values, so
     // that the four lanes of a row add 64 neighbouring bytes at a time.
-    __device__ __forceinline__ void flush(int thread, const Piece<Config>& piece, int, int) const {
+    __device__ __forceinline__ void flush(int thread, const BlockTask<Config>& task, int,
+                                          int) const {
       const int warp = thread / 32, lane = thread % 32, row = lane / 4, column = lane % 4;
       const int middle_column = warp % 4;
-      if (!piece.has_middle(middle_column)) return;
-      const int32_t head_r = piece.head_r(), last_r = piece.last_r();
+      if (!task.has_middle(middle_column)) return;
+      const int32_t head_r = task.head_r(), last_r = task.last_r();
       const bool behind = column >= 2;
       const int first_row = warp / 4 * 16 + row, first_r = column % 2 * 8 + column / 2 * 4;
-      const int32_t step = piece.middle_q() * last_r;
+      const int32_t step = task.middle_q() * last_r;
       float* const to =
-          piece.table->middle_grad +
-          (static_cast<size_t>(piece.middle) * head_r + first_row) * static_cast<uint32_t>(step) +
+          task.table->middle_grad +
+          (static_cast<size_t>(task.middle) * head_r + first_row) * static_cast<uint32_t>(step) +
           middle_column * last_r + first_r;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -261,27 +262,28 @@ struct HalfTile {
   };
 
   // head_grad rows += grads middle^T, for `count` prefixes. A warp computes 16 rows, eight columns.
-  static __device__ __forceinline__ void add_head_grad(int thread, const Piece<Config>& piece,
+  static __device__ __forceinline__ void add_head_grad(int thread, const BlockTask<Config>& task,
                                                        const int4* prefixes, int count,
                                                        const Scales& scales, int middle_exponent,
                                                        const __half* middle, const __half* grads) {
     const int warp = thread / 32, lane = thread % 32, row = lane / 4, column = lane % 4;
     const int row_tile = warp % 2, first = warp / 2 * 8;
-    const int32_t head_r = piece.head_r();
+    const int32_t head_r = task.head_r();
     if (row_tile * 4 >= count || first >= head_r) return;
     float sums[3][4] = {};  // separate sums, for shorter chains of dependent products
-    const __half* const its_grads = grads + (row_tile * 16 + lane % 16) * kRowStep + lane / 16 * 8;
-    const __half* const its_middle = middle + (first + lane % 8) * kRowStep + lane / 8 * 8;
+    const __half* const grad_values =
+        grads + (row_tile * 16 + lane % 16) * kRowStep + lane / 16 * 8;
+    const __half* const middle_values = middle + (first + lane % 8) * kRowStep + lane / 8 * 8;
 #pragma unroll 2
-    for (int m = 0; m < piece.middle_q(); ++m) {
+    for (int m = 0; m < task.middle_q(); ++m) {
       uint32_t b[4], b_low[4];
-      load_halves<false>(its_middle + m * kColumnStep, b);
-      load_halves<false>(its_middle + m * kColumnStep + kLow, b_low);
+      load_halves<false>(middle_values + m * kColumnStep, b);
+      load_halves<false>(middle_values + m * kColumnStep + kLow, b_low);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         uint32_t a[4], a_low[4];
-        load_halves<false>(its_grads + m * kColumnStep + 16 * s, a);
-        load_halves<false>(its_grads + m * kColumnStep + 16 * s + kLow, a_low);
+        load_halves<false>(grad_values + m * kColumnStep + 16 * s, a);
+        load_halves<false>(grad_values + m * kColumnStep + 16 * s + kLow, a_low);
         mma_half(sums[0], a_low, b[2 * s], b[2 * s + 1]);
         mma_half(sums[1], a, b_low[2 * s], b_low[2 * s + 1]);
         mma_half(sums[2], a, b[2 * s], b[2 * s + 1]);
@@ -290,9 +292,9 @@ struct HalfTile {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = row_tile * 4 + row / 4 + 2 * half;
-      if (at >= count || !piece.has_head(row % 4)) continue;
+      if (at >= count || !task.has_head(row % 4)) continue;
       const float unit = power_of_two(-scales.grads[at] - middle_exponent);
-      const size_t line = static_cast<size_t>(prefixes[at].w) * piece.head_q() + row % 4;
+      const size_t line = static_cast<size_t>(prefixes[at].w) * task.head_q() + row % 4;
       float values[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -300,7 +302,7 @@ struct HalfTile {
         values[i] = (sums[2][of] + (sums[0][of] + sums[1][of])) * unit;
       }
       if (Config::kKnownRanks || first + 2 * column < head_r) {
-        add_two(piece.table->head_grad + line * head_r + first + 2 * column, values[0], values[1]);
+        add_two(task.table->head_grad + line * head_r + first + 2 * column, values[0], values[1]);
       }
     }
   }

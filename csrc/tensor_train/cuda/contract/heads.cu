@@ -16,7 +16,7 @@ __device__ __forceinline__ float core_element(const HeadView& view, const void* 
 
 // heads[i0 p1 + i1][d0 q1 + d1][r] = sum over s of first[i0][d0][s] second[i1][s][d1][r].
 __global__ void __launch_bounds__(kThreads) make_heads_kernel(HeadView view) {
-  enter_chain();
+  begin_dependent_kernel();
   const int64_t columns = static_cast<int64_t>(view.q1) * view.r2;
   const int64_t all = static_cast<int64_t>(view.p0) * view.p1 * view.q0 * columns;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) make_heads_kernel(HeadView view) {
 
 // A thread computes a column (d1, r) of slice i1 = block x, for kRanks values of r_1.
 __global__ void __launch_bounds__(kThreads) second_grad_kernel(HeadView view) {
-  enter_chain();
+  begin_dependent_kernel();
   const int i1 = blockIdx.x;
   const int first_rank = blockIdx.y * kRanks;
   const int columns = view.q1 * view.r2;
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) second_grad_kernel(HeadView view) {
 
 // A warp computes row (i0, d0) = (block x, block z), for kRanks values of r_1 from block y.
 __global__ void __launch_bounds__(kThreads) first_grad_kernel(HeadView view) {
-  enter_chain();
+  begin_dependent_kernel();
   __shared__ float shared[kThreads / 32][kRanks];
   const int i0 = blockIdx.x, d0 = blockIdx.z;
   const int first_rank = blockIdx.y * kRanks;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) first_grad_kernel(HeadView view) {
 }
 
 __global__ void __launch_bounds__(kThreads) clear_heads_kernel(HeadView view) {
-  enter_chain();
+  begin_dependent_kernel();
   const size_t head = blockIdx.x;
   if (view.heads_touched[head] == 0) return;
   const int values = view.q0 * view.q1 * view.r2;
@@ -131,21 +131,22 @@ unsigned parts(int64_t of, int64_t by) { return static_cast<unsigned>((of + by -
 void make_heads(const HeadView& view, cudaStream_t stream) {
   const int64_t all = static_cast<int64_t>(view.p0) * view.p1 * view.q0 * view.q1 * view.r2;
   const unsigned blocks = all / kThreads < 65536 ? parts(all, kThreads) : 65536u;
-  launch_chained(make_heads_kernel, {dim3(blocks), kThreads}, stream, view);
+  launch_dependent(make_heads_kernel, {dim3(blocks), kThreads}, stream, view);
 }
 
 void heads_backward(const HeadView& view, cudaStream_t stream) {
   const unsigned ranks = parts(view.r1, kRanks);
   const unsigned columns = parts(static_cast<int64_t>(view.q1) * view.r2, kThreads);
-  launch_chained(second_grad_kernel,
-                 {dim3(static_cast<unsigned>(view.p1), ranks, columns), kThreads}, stream, view);
-  launch_chained(
+  launch_dependent(second_grad_kernel,
+                   {dim3(static_cast<unsigned>(view.p1), ranks, columns), kThreads}, stream, view);
+  launch_dependent(
       first_grad_kernel,
       {dim3(static_cast<unsigned>(view.p0), ranks, static_cast<unsigned>(view.q0)), kThreads},
       stream, view);
-  launch_chained(clear_heads_kernel,
-                 {dim3(static_cast<unsigned>(view.p0) * static_cast<unsigned>(view.p1)), kThreads},
-                 stream, view);
+  launch_dependent(
+      clear_heads_kernel,
+      {dim3(static_cast<unsigned>(view.p0) * static_cast<unsigned>(view.p1)), kThreads}, stream,
+      view);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -3,7 +3,7 @@
 // most 4. half_pairs.cuh does the same in single precision.
 #pragma once
 
-#include "tensor_train/cuda/contract/ids_ahead.cuh"
+#include "tensor_train/cuda/contract/prefetched_ids.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -14,26 +14,26 @@ struct LastPair {
 
   // Reads ids from `from` on, of the `limit` ids in the lanes. Beyond them, the last id repeats.
   template <typename Config>
-  __device__ __forceinline__ void read(const Piece<Config>& piece, const IdLane& id, int from,
+  __device__ __forceinline__ void read(const BlockTask<Config>& task, const IdLane& id, int from,
                                        int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int32_t slice = __shfl_sync(kAllLanes, id.last, min(from + row / 4, limit - 1));
-    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+    const int32_t last_q = task.last_q(), last_r = task.last_r();
     const auto* const at = reinterpret_cast<const float4*>(
-        static_cast<const float*>(piece.table->last) +
+        static_cast<const float*>(task.table->last) +
         static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
         (row % 4 * last_r + column * 8));
     const bool whole = Config::kKnownQ && Config::kKnownRanks;
-    const int left = whole ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
+    const int remaining = whole ? 8 : row % 4 < last_q ? last_r - column * 8 : 0;
     low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (left > 0) low = __ldg(at);
-    if (left > 4) high = __ldg(at + 1);
+    if (remaining > 0) low = __ldg(at);
+    if (remaining > 4) high = __ldg(at + 1);
   }
 };
 
 // Writes two columns of a distinct id's row, of which `count` exist, like put_rows.
 template <typename Config>
-__device__ __forceinline__ void put_pair(const TileInput& in, const RowPlace<Config>& place,
+__device__ __forceinline__ void put_pair(const TileInput& in, const RowOffsets<Config>& place,
                                          int32_t last_column, int count, int32_t distinct,
                                          uint32_t source, bool gather, float2 first,
                                          float2 second) {
@@ -65,11 +65,11 @@ __device__ __forceinline__ void put_pair(const TileInput& in, const RowPlace<Con
 // Like lookup_ids_ahead.
 template <typename Config>
 __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
-                                             const Piece<Config>& piece, const float* prefix,
+                                             const BlockTask<Config>& task, const float* prefix,
                                              int begin, int end, bool gather, LastPair& values) {
   static_assert(Config::kRank == 32 && Config::kProducts == 1);
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  const RowPlace<Config> place(piece);
+  const RowOffsets<Config> place(task);
   float4 low[2], high[2];  // values of the prefix
   {
     const float* const from =
@@ -85,12 +85,12 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
     const int limit = min(32, end - base);
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
-      values.read(piece, id, 0, limit);
+      values.read(task, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 2) {
-      const int mine = from + column / 2;
-      const uint32_t source = __shfl_sync(kAllLanes, id.source, min(mine, limit - 1));
+      const int id_index = from + column / 2;
+      const uint32_t source = __shfl_sync(kAllLanes, id.source, min(id_index, limit - 1));
       float sums[2][4] = {};
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
@@ -101,11 +101,11 @@ __device__ __forceinline__ void lookup_pairs(const TileInput& in, IdLane id,
                      operand<1>(part(high[s / 2], first + 1)), rounded_operand<1>(part(b, first)),
                      rounded_operand<1>(part(b, first + 1)));
       }
-      if (from + 2 < limit) values.read(piece, id, from + 2, limit);
+      if (from + 2 < limit) values.read(task, id, from + 2, limit);
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[0][i] += sums[1][i];
-      if (mine < limit) {
-        put_pair<Config>(in, place, column % 2 * 2, piece.last_q() - column % 2 * 2, base + mine,
+      if (id_index < limit) {
+        put_pair<Config>(in, place, column % 2 * 2, task.last_q() - column % 2 * 2, base + id_index,
                          source, gather, make_float2(sums[0][0], sums[0][1]),
                          make_float2(sums[0][2], sums[0][3]));
       }
@@ -122,13 +122,13 @@ struct TwoIds {
   float4 lasts[2];        // for each id: last column by column, four ranks by row
 
   // Like LastPair::read.
-  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+  __device__ __forceinline__ void read(const TileInput& in, const BlockTask<Config>& task,
                                        const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int numbers[2] = {from, min(from + 1, limit - 1)};
-    const RowPlace<Config> place(piece);
-    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
-    const float* const core = static_cast<const float*>(piece.table->last);
+    const RowOffsets<Config> place(task);
+    const int32_t last_q = task.last_q(), last_r = task.last_r();
+    const float* const core = static_cast<const float*>(task.table->last);
     const float* rows[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -149,21 +149,21 @@ struct TwoIds {
       }
     }
     const float* const line =
-        (row / 4 == 0 ? rows[0] : rows[1]) + (column * piece.middle_step() + row % 4);
-    const bool has_line = Config::kExact || (piece.has_middle(column) && row % 4 < last_q);
+        (row / 4 == 0 ? rows[0] : rows[1]) + (column * task.middle_step() + row % 4);
+    const bool has_line = Config::kExact || (task.has_middle(column) && row % 4 < last_q);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       other[e] = 0.0f;
-      if (has_line && piece.has_head(e)) other[e] = line[e * piece.head_step()];
+      if (has_line && task.has_head(e)) other[e] = line[e * task.head_step()];
     }
   }
 
-  // `left` distinct ids from `first` on exist. If it is only one, zeroes the second of the pair, so
-  // that it adds nothing to the sum over ids.
-  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
-    if (left == 1) low[1] = high[1] = 0.0f;
+  // `remaining` distinct ids from `first` on exist. If it is only one, zeroes the second of the
+  // pair, so that it adds nothing to the sum over ids.
+  __device__ __forceinline__ void finish(const float* factors, int first, int remaining) {
+    if (remaining == 1) low[1] = high[1] = 0.0f;
     if (factors == nullptr) return;
-    const float by[2] = {factors[first], factors[first + min(1, left - 1)]};
+    const float by[2] = {factors[first], factors[first + min(1, remaining - 1)]};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       low[i] *= by[i];
@@ -178,13 +178,13 @@ struct TwoIds {
 // Adds the gradients of two slices of the last core. The rows of d are ranks, of which a lane has
 // four neighbours from first_r on; its columns are (id, last column).
 template <typename Config>
-__device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_t slice,
+__device__ __forceinline__ void add_last_pair(const BlockTask<Config>& task, int32_t slice,
                                               int first_r, const float (&d)[2][4]) {
   const int column = threadIdx.x % 4;
-  const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+  const int32_t last_q = task.last_q(), last_r = task.last_r();
   if (!Config::kKnownRanks && first_r >= last_r) return;
   float* const to =
-      piece.table->last_grad +
+      task.table->last_grad +
       static_cast<size_t>(static_cast<uint32_t>(slice)) * static_cast<uint32_t>(last_q * last_r) +
       (column % 2 * 2 * last_r + first_r);
   if (Config::kKnownQ || column % 2 * 2 < last_q) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void add_last_pair(const Piece<Config>& piece, int32_
 
 // Like gradient_ids_ahead; adds gradients of the last core in memory.
 template <typename Config>
-__device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<Config>& piece,
+__device__ __forceinline__ void gradient_pairs(const TileInput& in, const BlockTask<Config>& task,
                                                IdLane id, float* prefix, int begin, int end,
                                                TwoIds<Config>& two) {
   static_assert(Config::kProducts == 1);
@@ -210,7 +210,7 @@ __device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<
     const int limit = min(32, end - base);
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
-      two.read(in, piece, id, 0, limit);
+      two.read(in, task, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 2) {
@@ -236,10 +236,10 @@ __device__ __forceinline__ void gradient_pairs(const TileInput& in, const Piece<
                        operand<1>(part(high, 2 * t)), operand<1>(part(high, 2 * t + 1)), b0, b1);
         }
       }
-      const int mine = from + column / 2;
-      const int32_t slice = __shfl_sync(kAllLanes, id.last, min(mine, limit - 1));
-      if (from + 2 < limit) two.read(in, piece, id, from + 2, limit);
-      if (mine < limit) add_last_pair(piece, slice, row / 2 * 4 + row % 2 * 16, d);
+      const int id_index = from + column / 2;
+      const int32_t slice = __shfl_sync(kAllLanes, id.last, min(id_index, limit - 1));
+      if (from + 2 < limit) two.read(in, task, id, from + 2, limit);
+      if (id_index < limit) add_last_pair(task, slice, row / 2 * 4 + row % 2 * 16, d);
     }
   }
   __syncwarp();  // all lanes have read the prefix

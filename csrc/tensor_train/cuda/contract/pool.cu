@@ -10,10 +10,10 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;
-constexpr int kMostRunning = 2048;  // threads per multiprocessor
-constexpr int kBlocks = 5;          // blocks per multiprocessor; gathering waits for rows
-constexpr int kSpan = 128;          // sorted positions that a warp processes at once
+constexpr int kMaxThreads = 256;
+constexpr int kMaxRunning = 2048;  // threads per multiprocessor
+constexpr int kBlocks = 5;         // blocks per multiprocessor; gathering waits for rows
+constexpr int kSpan = 128;         // sorted positions that a warp processes at once
 
 // Lists the repeats among the kSpan positions from `first` on, in order, for the warp. Returns
 // their number.
@@ -30,12 +30,12 @@ __device__ __forceinline__ int list_repeats(const RepeatsInput& in, int64_t firs
       if (at + k < in.num_ids) slots[k] = in.slots[at + k];
     }
   }
-  int mine = 0;
+  int num_valid = 0;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) mine += slots[k] >= 0 ? 1 : 0;
-  int to = inclusive_scan(mine);
+  for (int k = 0; k < 4; ++k) num_valid += slots[k] >= 0 ? 1 : 0;
+  int to = inclusive_scan(num_valid);
   const int all = __shfl_sync(kAllLanes, to, 31);
-  to -= mine;
+  to -= num_valid;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     if (slots[k] >= 0) list[to++] = static_cast<uint8_t>(4 * lane + k);
@@ -45,9 +45,9 @@ __device__ __forceinline__ int list_repeats(const RepeatsInput& in, int64_t firs
 }
 
 struct GatherInput {
-  Batch batch;
-  const TableView* tables;
-  const Counts* counts;
+  BatchCuda batch;
+  const TableCuda* tables;
+  const IndexCounts* counts;
   const int32_t* distinct_of;
   const float* rows;
   int32_t widest;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
   constexpr int kTeam = kLanes * kGroups;  // threads per bag
   constexpr int kAhead = 4;                // rows per lane that are read before the first is used
   static_assert(kTeam <= 32);
-  const Batch& batch = in.batch;
+  const BatchCuda& batch = in.batch;
   const int64_t bag = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kTeam;
   if (bag >= in.num_bags) return wait_for_kernel_before();
   const int lane = threadIdx.x % kTeam;
@@ -104,18 +104,18 @@ __device__ __forceinline__ void gather_bags(const GatherInput& in, float* out) {
     const auto step = static_cast<uint32_t>(in.widest) * 4u;  // bytes per row
     const bool exists = column < dim;
     for (uint32_t base = begin; base < end; base += kTeam) {
-      int32_t mine = first_row;
+      int32_t lane_row = first_row;
       float weight = first_weight;
-      if (base > begin) read(base + lane, &mine, &weight);
+      if (base > begin) read(base + lane, &lane_row, &weight);
       const int limit = min(kTeam, static_cast<int>(end - base));
 #pragma unroll 1
       for (int j = 0; j < limit; j += kAhead * kGroups) {  // lanes after the end have row -1
-        Columns<kWidth> ahead[kAhead];
+        GradColumns<kWidth> ahead[kAhead];
         float factors[kAhead];
 #pragma unroll
         for (int k = 0; k < kAhead; ++k) {
           const int of = j + k * kGroups + group;
-          const int32_t row = __shfl_sync(lanes, mine, of, kTeam);
+          const int32_t row = __shfl_sync(lanes, lane_row, of, kTeam);
           const float factor = kWeighted ? __shfl_sync(lanes, weight, of, kTeam) : 1.0f;
           ahead[k] = {};
           factors[k] = 1.0f;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
   constexpr int kAtOnce = 32 / kLanes;  // rows per warp
   constexpr int kAhead = 4;             // rows per lane that are read before the first is used
   // Small, because the rest of shared memory is the L1 cache, from which bags gather.
-  __shared__ uint8_t lists[kMostThreads / 32][kSpan];
+  __shared__ uint8_t lists[kMaxThreads / 32][kSpan];
   const int lane = threadIdx.x % 32;
   uint8_t* const list = lists[threadIdx.x / 32];
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (blockDim.x / 32);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
     for (int base = 0; base < in.widest; base += kLanes * kWidth) {
       const int column = base + lane % kLanes * kWidth;
       for (int i = lane / kLanes; i < all; i += kAtOnce * kAhead) {
-        Columns<kWidth> rows[kAhead];
+        GradColumns<kWidth> rows[kAhead];
         float* to[kAhead];
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ void spread_rows(const RepeatsInput& in,
 // kAlways: bags gather for any number of repeats. The previous kernels let this kernel start when
 // the index is complete, so it only waits for rows.
 template <int kLanes, int kWidth, int kGroups, bool kAlways>
-__global__ void __launch_bounds__(kMostThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     pool_kernel(GatherInput in, RepeatsInput repeats, bool store, float* out) {
   let_next_kernel_start();
   if (kAlways || in.counts->gather != 0) {
@@ -227,25 +227,25 @@ void launch(const GatherInput& in, const RepeatsInput& repeats, bool always, boo
     int64_t blocks = (in.num_bags * team + threads - 1) / threads;
     if (!always) {
       const int64_t spans = (in.batch.num_ids + kSpan - 1) / kSpan;  // one per warp, if all run
-      const int64_t most = int64_t{kMostRunning / threads} * repeats.multiprocessors;
+      const int64_t most = int64_t{kMaxRunning / threads} * repeats.multiprocessors;
       blocks = max(blocks, min((spans * 32 + threads - 1) / threads, most));
     }
     if (blocks == 0) return;
-    launch_chained(kernel, {dim3(static_cast<unsigned>(blocks)), threads}, stream, in, repeats,
-                   store, out);
+    launch_dependent(kernel, {dim3(static_cast<unsigned>(blocks)), threads}, stream, in, repeats,
+                     store, out);
   };
   if (in.batch.num_ids <= kSmallBatch) {
     run(pool_kernel<kLanes, kWidth, 32 / kLanes, true>, 32, 64);
   } else if (always) {
-    run(pool_kernel<kLanes, kWidth, 1, true>, kLanes, kMostThreads);
+    run(pool_kernel<kLanes, kWidth, 1, true>, kLanes, kMaxThreads);
   } else {
-    run(pool_kernel<kLanes, kWidth, 1, false>, kLanes, kMostThreads);
+    run(pool_kernel<kLanes, kWidth, 1, false>, kLanes, kMaxThreads);
   }
 }
 
 }  // namespace
 
-void pool_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
+void pool_rows(const Plan& plan, const BatchCuda& batch, const Index& index, const float* rows,
                bool always, float* out, cudaStream_t stream) {
   const GatherInput in = {batch,
                           plan.tables,

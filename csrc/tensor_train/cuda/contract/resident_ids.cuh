@@ -4,7 +4,7 @@
 // a time; loads of eight more are in flight.
 #pragma once
 
-#include "tensor_train/cuda/contract/ids_ahead.cuh"
+#include "tensor_train/cuda/contract/prefetched_ids.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -14,22 +14,22 @@ struct FourRowsByColumn {
   float4 low, high;
 
   template <typename Config>
-  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+  __device__ __forceinline__ void read(const TileInput& in, const BlockTask<Config>& task,
                                        const IdLane& id, int from, int limit) {
     const int column = threadIdx.x % 4;
     const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + column, limit - 1));
-    const RowPlace<Config> place(piece);
-    const int32_t last_q = piece.last_q();
+    const RowOffsets<Config> place(task);
+    const int32_t last_q = task.last_q();
     const float* const at = unit_row(in, source) + place.first;
     low = load_row<Config>(at, place.width, place.has_first ? last_q : 0);
     high = load_row<Config>(at + place.step, place.width, place.has_second ? last_q : 0);
   }
-  // Zeroes ids that do not exist: `left` exist. first: the first of the four distinct ids.
-  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
+  // Zeroes ids that do not exist: `remaining` exist. first: the first of the four distinct ids.
+  __device__ __forceinline__ void finish(const float* factors, int first, int remaining) {
     const int column = threadIdx.x % 4;
-    if (left < 4 && column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (remaining < 4 && column >= remaining) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (factors == nullptr) return;
-    const float factor = factors[first + min(column, left - 1)];
+    const float factor = factors[first + min(column, remaining - 1)];
     low = scaled(low, factor);
     high = scaled(high, factor);
   }
@@ -40,27 +40,27 @@ struct FourRowsByRow {
   float2 other[4];
 
   template <typename Config>
-  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+  __device__ __forceinline__ void read(const TileInput& in, const BlockTask<Config>& task,
                                        const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const uint32_t source = __shfl_sync(kAllLanes, id.source, min(from + row / 2, limit - 1));
-    const float* const at = unit_row(in, source) + (column * piece.middle_step() + row % 2 * 2);
-    const int left = piece.has_middle(column) ? piece.last_q() - row % 2 * 2 : 0;
-    const int width = Config::kWholeLasts ? 4 : piece.row_width;
+    const float* const at = unit_row(in, source) + (column * task.middle_step() + row % 2 * 2);
+    const int remaining = task.has_middle(column) ? task.last_q() - row % 2 * 2 : 0;
+    const int width = Config::kWholeLasts ? 4 : task.row_width;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       other[e] =
-          load_row_pair<Config>(at + e * piece.head_step(), width, piece.has_head(e) ? left : 0);
+          load_row_pair<Config>(at + e * task.head_step(), width, task.has_head(e) ? remaining : 0);
     }
   }
-  __device__ __forceinline__ void finish(const float* factors, int first, int left) {
+  __device__ __forceinline__ void finish(const float* factors, int first, int remaining) {
     const int row = threadIdx.x % 32 / 4;
-    if (left < 4 && row / 2 >= left) {
+    if (remaining < 4 && row / 2 >= remaining) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) other[e] = make_float2(0.0f, 0.0f);
     }
     if (factors == nullptr) return;
-    const float factor = factors[first + min(row / 2, left - 1)];
+    const float factor = factors[first + min(row / 2, remaining - 1)];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       other[e].x *= factor;
@@ -71,17 +71,17 @@ struct FourRowsByRow {
 
 // Loads the distinct ids of a prefix eight ahead.
 template <typename Config, typename Rows>
-struct RowsAhead {
-  const Piece<Config>& piece;
+struct PrefetchedRows {
+  const BlockTask<Config>& task;
   Rows first, second;
 
-  __device__ __forceinline__ explicit RowsAhead(const Piece<Config>& of) : piece(of) {}
+  __device__ __forceinline__ explicit PrefetchedRows(const BlockTask<Config>& of) : task(of) {}
 
   // count: number of ids of the prefix, of which the first 32 are in `id`.
   __device__ __forceinline__ void start(const TileInput& in, const IdLane& id, int count) {
     const int limit = min(32, count);
-    if (limit > 0) first.read(in, piece, id, 0, limit);
-    if (limit > 4) second.read(in, piece, id, 4, limit);
+    if (limit > 0) first.read(in, task, id, 0, limit);
+    if (limit > 4) second.read(in, task, id, 4, limit);
   }
 
   // After start, calls use(rows, ids, from, limit) for the distinct ids [begin, end), four at a
@@ -101,11 +101,11 @@ struct RowsAhead {
       for (int from = 0; from < limit; from += 8) {
         first.finish(in.factors, base + from, limit - from);
         use(first, id, from, limit);
-        if (from + 8 < limit) first.read(in, piece, id, from + 8, limit);
+        if (from + 8 < limit) first.read(in, task, id, from + 8, limit);
         if (from + 4 >= limit) break;
         second.finish(in.factors, base + from + 4, limit - from - 4);
         use(second, id, from + 4, limit);
-        if (from + 12 < limit) second.read(in, piece, id, from + 12, limit);
+        if (from + 12 < limit) second.read(in, task, id, from + 12, limit);
       }
     }
   }
@@ -151,7 +151,7 @@ __device__ __forceinline__ float4 by_column(float4 v) {
 template <typename Config>
 __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& id, int begin,
                                             int end, const LastSlice<Config>& last,
-                                            RowsAhead<Config, FourRowsByColumn>& rows,
+                                            PrefetchedRows<Config, FourRowsByColumn>& rows,
                                             float* prefix) {
   constexpr int kProducts = Config::kProducts;
   const int column = threadIdx.x % 4;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void prefix_grad(const TileInput& in, const IdLane& i
 template <typename Config, typename LastGrad>
 __device__ __forceinline__ void last_grads(const TileInput& in, const IdLane& id, int begin,
                                            int end, const float* prefix,
-                                           RowsAhead<Config, FourRowsByRow>& rows,
+                                           PrefetchedRows<Config, FourRowsByRow>& rows,
                                            const LastGrad& last_grad) {
   constexpr int kProducts = Config::kProducts;
   const int row = threadIdx.x % 32 / 4;

@@ -10,7 +10,7 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 // Largest dynamic shared memory: all shared memory minus the static part.
-constexpr size_t kMostResidentBytes = (227 - 11) * 1024;
+constexpr size_t kMaxResidentBytes = (227 - 11) * 1024;
 
 // The cost of a prefix without its ids, in units of an id's cost.
 constexpr int kPrefixCost = 12;
@@ -64,8 +64,8 @@ __device__ __forceinline__ int behind_a_tile(const int4* __restrict__ prefixes, 
 // shares end with a tile, counted from the begin of a middle slice; otherwise a share may have two
 // partial tiles.
 template <typename Config, bool kWholeTiles>
-__device__ __forceinline__ void find_share(const TileInput& in, const Counts& counts, int share,
-                                           int shares, int thread, int* bounds) {
+__device__ __forceinline__ void find_share(const TileInput& in, const IndexCounts& counts,
+                                           int share, int shares, int thread, int* bounds) {
   if (thread / 32 >= 2) return;
   const int bound = share + thread / 32;
   int at;
@@ -168,14 +168,14 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   constexpr int kSubValues = Config::kMiddleValues + Config::kHeadValues + Config::kSliceStep;
   constexpr int kLine = Config::kSlice / 4;  // units per last column
   extern __shared__ float4 memory[];
-  __shared__ TableView table;
+  __shared__ TableCuda table;
   __shared__ PrefixList all_prefixes[kSubs];
   __shared__ NextIds<Config::kWarps> all_next_ids[kSubs];
   __shared__ int all_bounds[kSubs][2];
 
   copy_view(in.tables[0], &table);
-  enter_chain();
-  const Counts counts = *in.counts;
+  begin_dependent_kernel();
+  const IndexCounts counts = *in.counts;
   if (counts.dense == 0 || counts.prefixes == 0) return;
   const int sub = threadIdx.x / Config::kThreads;
   const int thread = threadIdx.x % Config::kThreads;
@@ -189,13 +189,13 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   float4* const last_units = memory + kSubs * kSubValues / 4;
   int* const locks = reinterpret_cast<int*>(last_units + lasts * Config::kSlice);
   const int units = lasts * Config::kSlice;
-  Piece<Config> piece;
-  piece.table = &table;
-  piece.middle = -1;
-  piece.first_head_column = 0;
-  piece.first_middle_column = 0;
-  piece.find_row_width(in.unit);
-  const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+  BlockTask<Config> task;
+  task.table = &table;
+  task.middle = -1;
+  task.first_head_column = 0;
+  task.first_middle_column = 0;
+  task.find_row_width(in.unit);
+  const int32_t last_q = task.last_q(), last_r = task.last_r();
   const int32_t ranks = min(last_r - slice * Config::kSlice, Config::kSlice);
   // Returns the offset of unit i of shared memory, (slice of the core, last column, unit), in the
   // last core and in its gradient, in units; negative if it does not exist.
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
     const LastSlice<Config> last = {reinterpret_cast<const float*>(last_units), ranks};
     MiddleGrad<Config> middle_grad;
     middle_grad.clear();
-    TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
+    TileWalk<Config> walk{in, task, all_prefixes[sub], all_next_ids[sub], thread};
     walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
 #pragma unroll 1
     while (walk.run > 0) {
@@ -236,17 +236,17 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       wait_for_copies();
       const IdLane id = walk.next_ids.get(walk.warp());
       const int begin = walk.begin(), stop = walk.stop();
-      RowsAhead<Config, FourRowsByColumn> rows(piece);
+      PrefetchedRows<Config, FourRowsByColumn> rows(task);
       rows.start(in, id, stop - begin);
-      if (prefixes[0].z != piece.middle) {
-        if (piece.middle >= 0) {
-          middle_grad.flush(thread, piece, slice, 0);
+      if (prefixes[0].z != task.middle) {
+        if (task.middle >= 0) {
+          middle_grad.flush(thread, task, slice, 0);
           middle_grad.clear();
         }
-        piece.middle = prefixes[0].z;
-        load_middle<Config>(thread, piece, slice, middle);
+        task.middle = prefixes[0].z;
+        load_middle<Config>(thread, task, slice, middle);
         if (thread == 0 && table.middle_touched != nullptr) {
-          in_global(table.middle_touched)[piece.middle] = 1;
+          in_global(table.middle_touched)[task.middle] = 1;
         }
       }
       if (thread < run && table.head_touched != nullptr) {
@@ -258,11 +258,11 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
       wait();
       walk.move_on(0);
       middle_grad.add(thread, 0, heads, products, run);
-      add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
+      add_head_grad<Config, 4>(thread, task, prefixes, run, middle, products);
       wait();  // shared memory has been used
       walk.refill(0, wait);
     }
-    if (piece.middle >= 0) middle_grad.flush(thread, piece, slice, 0);
+    if (task.middle >= 0) middle_grad.flush(thread, task, slice, 0);
   }
 
   __syncthreads();  // the last core has been used
@@ -273,27 +273,27 @@ __global__ void __launch_bounds__(Config::kThreads* kSubs, 1) resident_kernel(Ti
   for (int i = threadIdx.x; i < lasts; i += kThreads) locks[i] = 0;
   __syncthreads();
   {
-    piece.middle = -1;
-    TileWalk<Config> walk{in, piece, all_prefixes[sub], all_next_ids[sub], thread};
+    task.middle = -1;
+    TileWalk<Config> walk{in, task, all_prefixes[sub], all_next_ids[sub], thread};
     walk.start(all_bounds[sub][0], all_bounds[sub][1], true, 0, wait);
 #pragma unroll 1
     while (walk.run > 0) {
       wait_for_copies();
       const IdLane id = walk.next_ids.get(walk.warp());
-      const bool mine = walk.mine();
+      const bool has_prefix = walk.has_prefix();
       const int begin = walk.begin(), stop = walk.stop();
-      RowsAhead<Config, FourRowsByRow> rows(piece);
+      PrefetchedRows<Config, FourRowsByRow> rows(task);
       rows.start(in, id, stop - begin);
-      if (walk.prefixes()[0].z != piece.middle) {
-        piece.middle = walk.prefixes()[0].z;
-        load_middle<Config>(thread, piece, slice, middle);
+      if (walk.prefixes()[0].z != task.middle) {
+        task.middle = walk.prefixes()[0].z;
+        load_middle<Config>(thread, task, slice, middle);
       }
       walk.head_load.store(thread, heads);
       wait();  // all warps have used the products
-      multiply_prefixes<Config>(thread, piece, heads, middle, products, Config::kPrefixes);
+      multiply_prefixes<Config>(thread, task, heads, middle, products, Config::kPrefixes);
       wait();
       walk.move_on(0);
-      if (mine) last_grads<Config>(in, id, begin, stop, product, rows, last_grad);
+      if (has_prefix) last_grads<Config>(in, id, begin, stop, product, rows, last_grad);
       walk.refill(0, wait);
     }
   }
@@ -326,7 +326,7 @@ size_t resident_bytes(int64_t lasts) {
 // Whether the kernel can run for a table with this number of slices of the last core.
 template <typename Config, int kSubs>
 bool fits_resident(int64_t lasts) {
-  return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMostResidentBytes;
+  return lasts > 0 && resident_bytes<Config, kSubs>(lasts) <= kMaxResidentBytes;
 }
 
 // Launches the kernel if it fits. Returns whether it does. The kernel also sets the flags of
@@ -338,7 +338,7 @@ bool launch_resident(const TileRun& run, const TileInput& in) {
   const size_t bytes = resident_bytes<Config, kSubs>(run.only_lasts);
   const unsigned blocks =
       static_cast<unsigned>(run.multiprocessors) / Config::kSlices * Config::kSlices;
-  launch_chained(kernel, {dim3(blocks), Config::kThreads * kSubs, bytes}, run.stream, in);
+  launch_dependent(kernel, {dim3(blocks), Config::kThreads * kSubs, bytes}, run.stream, in);
   return true;
 }
 

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "tensor_train/cuda/contract/half_pairs.cuh"
-#include "tensor_train/cuda/contract/ids_ahead.cuh"
+#include "tensor_train/cuda/contract/prefetched_ids.cuh"
 #include "tensor_train/cuda/contract/resident_kernel.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   extern __shared__ float4 memory[];
   __shared__ PrefixList list;
   __shared__ NextIds<Config::kWarps> next_ids;
-  __shared__ TableView table;
+  __shared__ TableCuda table;
   __shared__ int bounds[2];
   float* middle = reinterpret_cast<float*>(memory);
   float* heads = middle + Config::kMiddleValues;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
   bool waits = kBackward;
   if (!waits) wait_for_kernel_before();
   let_next_kernel_start();  // after a lookup, the next kernel may read the index
-  const Counts counts = *in.counts;
+  const IndexCounts counts = *in.counts;
   if (counts.prefixes == 0 || (in.leaves_dense && counts.dense != 0)) {
     if (waits) wait_for_kernel_before();
     return;
@@ -61,16 +61,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
     if (waits) wait_for_kernel_before();
     return;
   }
-  Piece<Config> piece;
-  piece.table = &table;
-  piece.middle = -1;
-  piece.first_head_column = 0;
-  piece.first_middle_column = 0;
-  piece.find_row_width(in.unit);
+  BlockTask<Config> task;
+  task.table = &table;
+  task.middle = -1;
+  task.first_head_column = 0;
+  task.first_middle_column = 0;
+  task.find_row_width(in.unit);
   std::conditional_t<kHalf, typename Half::MiddleGrad, MiddleGrad<Config>> middle_grad;
   if constexpr (kBackward) middle_grad.clear();
   auto wait = [] { __syncthreads(); };
-  TileWalk<Config> walk{in, piece, list, next_ids, thread};
+  TileWalk<Config> walk{in, task, list, next_ids, thread};
   int number = 0;  // number of the table whose view is loaded
   walk.start(bounds[0], bounds[1], false, number, wait);
 #pragma unroll 1
@@ -79,29 +79,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
     const int run = walk.run;
     if (prefixes[0].y != number) {  // uniform in the block, like the following conditions
       if constexpr (kBackward) {
-        if (piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
+        if (task.middle >= 0) middle_grad.flush(thread, task, 0, 0);
         middle_grad.clear();
       }
-      piece.middle = -1;
+      task.middle = -1;
       number = prefixes[0].y;
       __syncthreads();
       copy_view(in.tables[number], &table);
       __syncthreads();
-      piece.find_row_width(in.unit);
+      task.find_row_width(in.unit);
       walk.read_heads();
     }
-    if (prefixes[0].z != piece.middle) {
+    if (prefixes[0].z != task.middle) {
       if constexpr (kBackward) {
-        if (piece.middle >= 0) {
-          middle_grad.flush(thread, piece, 0, 0);
+        if (task.middle >= 0) {
+          middle_grad.flush(thread, task, 0, 0);
           middle_grad.clear();
         }
       }
-      piece.middle = prefixes[0].z;
+      task.middle = prefixes[0].z;
       if constexpr (kHalf) {
-        middle_exponent = Half::load_middle(thread, piece, scales, half_middle);
+        middle_exponent = Half::load_middle(thread, task, scales, half_middle);
       } else {
-        load_middle<Config>(thread, piece, 0, middle);
+        load_middle<Config>(thread, task, 0, middle);
       }
     }
     if constexpr (kHalf) {
@@ -111,20 +111,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
     }
     wait_for_copies();
     __syncthreads();
-    const bool mine = walk.mine();
+    const bool has_prefix = walk.has_prefix();
     const int begin = walk.begin(), stop = walk.stop();
     const IdLane id = next_ids.get(warp);
     auto multiply = [&] {
       if constexpr (kHalf) {
         Half::multiply_prefixes(thread, half_heads, half_middle, half_products, run);
       } else {
-        multiply_prefixes<Config>(thread, piece, heads, middle, products, run);
+        multiply_prefixes<Config>(thread, task, heads, middle, products, run);
       }
     };
     if constexpr (kBackward) {
       std::conditional_t<kPairs, TwoIds<Config>, FourIds<Config>> first;
       auto read = [&] {
-        if (mine) first.read(in, piece, id, 0, min(32, stop - begin));
+        if (has_prefix) first.read(in, task, id, 0, min(32, stop - begin));
       };
       if (!waits) read();
       multiply();
@@ -134,16 +134,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
         read();
       }
       __syncthreads();
-      if (mine) {
+      if (has_prefix) {
         if constexpr (kHalf) {
-          const int e = gradient_pairs(in, piece, id, half_product,
+          const int e = gradient_pairs(in, task, id, half_product,
                                        Half::prefix_exponent(scales, warp, middle_exponent), begin,
                                        stop, first);
           if (lane == 0) scales.grads[warp] = e;
         } else if constexpr (kPairs) {
-          gradient_pairs(in, piece, id, products + warp * Config::kPrefixStep, begin, stop, first);
+          gradient_pairs(in, task, id, products + warp * Config::kPrefixStep, begin, stop, first);
         } else {
-          gradient_ids_ahead(in, piece, id, products + warp * Config::kPrefixStep, begin, stop,
+          gradient_ids_ahead(in, task, id, products + warp * Config::kPrefixStep, begin, stop,
                              LastGradInMemory<Config>{}, 0, first);
         }
       }
@@ -151,44 +151,44 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) share_ke
       __syncthreads();
       if constexpr (kHalf) {
         middle_grad.add(thread, scales, half_heads, half_products, run);
-        Half::add_head_grad(thread, piece, prefixes, run, scales, middle_exponent, half_middle,
+        Half::add_head_grad(thread, task, prefixes, run, scales, middle_exponent, half_middle,
                             half_products);
       } else {
         middle_grad.add(thread, 0, heads, products, run);
-        add_head_grad<Config, 4>(thread, piece, prefixes, run, middle, products);
+        add_head_grad<Config, 4>(thread, task, prefixes, run, middle, products);
       }
       __syncthreads();
     } else {
       std::conditional_t<kPairs, LastPair, LastValues> values;
       const LastInMemory<Config> last;
-      if (mine) {
+      if (has_prefix) {
         if constexpr (kPairs) {
-          values.read(piece, id, 0, min(32, stop - begin));
+          values.read(task, id, 0, min(32, stop - begin));
         } else {
-          last.read(piece, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
+          last.read(task, begin + lane / 8 < stop, __shfl_sync(kAllLanes, id.last, lane / 8), 0, 0,
                     &values);
         }
       }
       multiply();
       __syncthreads();
       walk.move_on(number);
-      if (mine) {
+      if (has_prefix) {
         if constexpr (kHalf) {
-          lookup_pairs(in, id, piece, half_product,
+          lookup_pairs(in, id, task, half_product,
                        Half::prefix_exponent(scales, warp, middle_exponent), begin, stop, gather,
                        values);
         } else if constexpr (kPairs) {
-          lookup_pairs(in, id, piece, products + warp * Config::kPrefixStep, begin, stop, gather,
+          lookup_pairs(in, id, task, products + warp * Config::kPrefixStep, begin, stop, gather,
                        values);
         } else {
-          lookup_ids_ahead(in, id, piece, products + warp * Config::kPrefixStep, begin, stop,
-                           gather, last, values);
+          lookup_ids_ahead(in, id, task, products + warp * Config::kPrefixStep, begin, stop, gather,
+                           last, values);
         }
       }
     }
     walk.refill(number, wait);
   }
-  if (kBackward && piece.middle >= 0) middle_grad.flush(thread, piece, 0, 0);
+  if (kBackward && task.middle >= 0) middle_grad.flush(thread, task, 0, 0);
 }
 
 // Launches as many blocks as run at the same time.
@@ -198,7 +198,7 @@ void launch_shares(const TileRun& run, const TileInput& in) {
   constexpr size_t kBytes =
       kOfHalves<Config> ? HalfTile<Config>::kBytes : Config::shared_bytes(kBackward);
   const auto blocks = static_cast<unsigned>(run.multiprocessors * Config::kMinBlocks);
-  launch_chained(kernel, {dim3(blocks), Config::kThreads, kBytes}, run.stream, in);
+  launch_dependent(kernel, {dim3(blocks), Config::kThreads, kBytes}, run.stream, in);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

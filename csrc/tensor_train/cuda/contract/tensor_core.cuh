@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 #include "common/global_pointer.h"
 
 namespace torchrec_hkv::tensor_train::cuda {

@@ -82,12 +82,12 @@ struct FixedPoint {
 enum Part { kHeadPart, kMiddlePart, kLastPart };
 
 struct TileInput {
-  const TableView* tables;
+  const TableCuda* tables;
   bool one_table;
   int32_t kernel;  // only tables of this class are processed
-  const Counts* counts;
+  const IndexCounts* counts;
   const int4* prefixes;
-  int64_t most_prefixes;  // `prefixes` has room for one more
+  int64_t max_prefixes;  // `prefixes` has room for one more
   const int32_t* lasts;
   const uint32_t* sources;
   const float* factors;  // null: all 1
@@ -106,8 +106,8 @@ struct TileInput {
 
 // The table and the block of columns that a thread block processes.
 template <typename Config>
-struct Piece {
-  const TableView* table;
+struct BlockTask {
+  const TableCuda* table;
   const FixedPoint* fixed_point;  // only with kFixedPoint
   int32_t number;                 // of the table; only with kFixedPoint
   int32_t middle;
@@ -201,35 +201,35 @@ __device__ __forceinline__ void add_to_core(float* to, float4 v, int count) {
 
 // Adds to a value of the gradient of a part.
 template <typename Config>
-__device__ __forceinline__ void add_fixed(const Piece<Config>& piece, Part part, const float* to,
+__device__ __forceinline__ void add_fixed(const BlockTask<Config>& task, Part part, const float* to,
                                           float value) {
-  const FixedPoint& fixed = *piece.fixed_point;
-  const double scaled = static_cast<double>(value) * fixed.scales[3 * piece.number + part];
+  const FixedPoint& fixed = *task.fixed_point;
+  const double scaled = static_cast<double>(value) * fixed.scales[3 * task.number + part];
   atomicAdd(in_global(fixed.sums) + (to - fixed.grads),
             static_cast<unsigned long long>(__double2ll_rn(scaled)));
 }
 
 // Adds to four neighbouring values of the gradient of a part, of which `count` exist.
 template <typename Config>
-__device__ __forceinline__ void add_to_four([[maybe_unused]] const Piece<Config>& piece,
+__device__ __forceinline__ void add_to_four([[maybe_unused]] const BlockTask<Config>& task,
                                             [[maybe_unused]] Part part, float* to, float4 v,
                                             int count) {
   if constexpr (Config::kFixedPoint) {
-    if (count > 0) add_fixed(piece, part, to, v.x);
-    if (count > 1) add_fixed(piece, part, to + 1, v.y);
-    if (count > 2) add_fixed(piece, part, to + 2, v.z);
-    if (count > 3) add_fixed(piece, part, to + 3, v.w);
+    if (count > 0) add_fixed(task, part, to, v.x);
+    if (count > 1) add_fixed(task, part, to + 1, v.y);
+    if (count > 2) add_fixed(task, part, to + 2, v.z);
+    if (count > 3) add_fixed(task, part, to + 3, v.w);
   } else {
     add_to_core<Config>(to, v, count);
   }
 }
 template <typename Config>
-__device__ __forceinline__ void add_to_two([[maybe_unused]] const Piece<Config>& piece,
+__device__ __forceinline__ void add_to_two([[maybe_unused]] const BlockTask<Config>& task,
                                            [[maybe_unused]] Part part, float* to, float a, float b,
                                            int count) {
   if constexpr (Config::kFixedPoint) {
-    if (count > 0) add_fixed(piece, part, to, a);
-    if (count > 1) add_fixed(piece, part, to + 1, b);
+    if (count > 0) add_fixed(task, part, to, a);
+    if (count > 1) add_fixed(task, part, to + 1, b);
   } else if constexpr (Config::kVectors) {
     if (Config::kExact || count > 0) add_two(to, a, b);
   } else {

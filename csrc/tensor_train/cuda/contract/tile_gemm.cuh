@@ -13,7 +13,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 // is one load of matrices, fragments of the middle and stored results are vectors, and loads have
 // no bank conflicts. Computes `count` prefixes; results of others are not used.
 template <typename Config>
-__device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config>& piece,
+__device__ __forceinline__ void multiply_prefixes(int thread, const BlockTask<Config>& task,
                                                   const float* heads, const float* middle,
                                                   float* prefixes, int count) {
   constexpr int kProducts = Config::kProducts;
@@ -29,12 +29,12 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
   const int first = thread / 32 % kRowGroups * kMine;
   const int lane = thread % 32, row = lane / 4, column = lane % 4;
   if (kRowGroups > 1 && first * 4 >= count) return;
-  const float* const its_heads =
+  const float* const head_values =
       heads + (first * 16 + lane % 16) * Config::kHeadStep + lane / 16 * 4;
-  const float* const its_middle =
+  const float* const middle_values =
       middle + 2 * column * Config::kMiddleStep + warp * kMyColumns * 8 + kVector * row;
   float sums[kMine][kMyColumns][4] = {};
-  const int depth = piece.head_depth();
+  const int depth = task.head_depth();
 #pragma unroll 4
   for (int k = 0; k < depth; k += 8) {
     Operand<kProducts> b[kMyColumns][2];
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float values[kVector];
-        load_neighbours(its_middle + (k + half) * Config::kMiddleStep + 8 * j, values);
+        load_neighbours(middle_values + (k + half) * Config::kMiddleStep + 8 * j, values);
 #pragma unroll
         for (int v = 0; v < kVector; ++v) b[j + v][half] = operand<kProducts>(values[v]);
       }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void multiply_prefixes(int thread, const Piece<Config
 #pragma unroll
     for (int m = 0; m < kMine; ++m) {
       float a[4];
-      load_matrices(its_heads + m * 16 * Config::kHeadStep + k, a);
+      load_matrices(head_values + m * 16 * Config::kHeadStep + k, a);
       const auto a0 = operand<kProducts>(a[0]), a1 = operand<kProducts>(a[1]);
       const auto a2 = operand<kProducts>(a[2]), a3 = operand<kProducts>(a[3]);
 #pragma unroll

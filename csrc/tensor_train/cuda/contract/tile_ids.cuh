@@ -49,22 +49,22 @@ template <typename Config>
 struct LastInMemory {
   // slice: slice of the id of this lane's row / 2, which is not read if it does not exist. r: the
   // first rank.
-  __device__ __forceinline__ void read(const Piece<Config>& piece, bool exists, int32_t slice,
+  __device__ __forceinline__ void read(const BlockTask<Config>& task, bool exists, int32_t slice,
                                        int32_t last_column, int r, LastValues* to) const {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-    const TableView& table = *piece.table;
-    const int32_t last_r = piece.last_r();
+    const TableCuda& table = *task.table;
+    const int32_t last_r = task.last_r();
     const int within = r + column * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = last_column + half * 2 + row % 2;
-      if (!exists || !(Config::kWholeLasts || at < piece.last_q())) {
+      if (!exists || !(Config::kWholeLasts || at < task.last_q())) {
         *reinterpret_cast<float4*>(to->b[half]) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         *reinterpret_cast<float4*>(to->b[half] + 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         continue;
       }
       const size_t first =
-          static_cast<size_t>(slice) * (piece.last_q() * last_r) + at * last_r + within;
+          static_cast<size_t>(slice) * (task.last_q() * last_r) + at * last_r + within;
       const int count = last_r - within;
       *reinterpret_cast<float4*>(to->b[half]) =
           load_four<Config>(table.last, table.last_type, first, count);
@@ -104,21 +104,21 @@ __device__ __forceinline__ void add_rows(float (&sums)[2][4],
 // The offsets in a row of a lane's values at its (head column, middle column), and of its values
 // two head columns further.
 template <typename Config>
-struct RowPlace {
+struct RowOffsets {
   int32_t first;
   int32_t step;   // distance of the second offset
   int32_t width;  // number of aligned values
   bool has_first;
   bool has_second;
 
-  __device__ __forceinline__ explicit RowPlace(const Piece<Config>& piece) {
+  __device__ __forceinline__ explicit RowOffsets(const BlockTask<Config>& task) {
     const int row = threadIdx.x % 32 / 4;
-    first = (piece.head_column() + row / 4) * piece.head_step() +
-            (piece.middle_column() + row % 4) * piece.middle_step();
-    step = 2 * piece.head_step();
-    width = Config::kWholeLasts ? 4 : piece.row_width;
-    has_first = piece.has_head(row / 4) && piece.has_middle(row % 4);
-    has_second = piece.has_head(row / 4 + 2) && piece.has_middle(row % 4);
+    first = (task.head_column() + row / 4) * task.head_step() +
+            (task.middle_column() + row % 4) * task.middle_step();
+    step = 2 * task.head_step();
+    width = Config::kWholeLasts ? 4 : task.row_width;
+    has_first = task.has_head(row / 4) && task.has_middle(row % 4);
+    has_second = task.has_head(row / 4 + 2) && task.has_middle(row % 4);
   }
 };
 
@@ -127,7 +127,7 @@ __device__ __forceinline__ float4 scaled(float4 v, float factor) {
 }
 
 template <typename Config>
-__device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Config>& place,
+__device__ __forceinline__ void put_rows(const TileInput& in, const RowOffsets<Config>& place,
                                          int32_t last_column, int count, int32_t distinct,
                                          uint32_t source, bool gather, const float (&sums)[2][4]) {
   const int first_count = Config::kExact || place.has_first ? count : 0;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void put_rows(const TileInput& in, const RowPlace<Con
 // chunks of 32 ranks.
 template <typename Config, typename Ids, typename Last>
 __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
-                                           const Piece<Config>& piece, const float* prefix,
+                                           const BlockTask<Config>& task, const float* prefix,
                                            int chunks, int begin, int end, bool gather,
                                            const Last& last) {
   constexpr int kProducts = Config::kProducts;
@@ -170,19 +170,19 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
   constexpr bool kHolds = kChunks <= 2;
   constexpr int kHeld = kHolds ? kChunks : 1;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  const RowPlace<Config> place(piece);
-  PrefixOperand<kProducts> held[kHeld];
+  const RowOffsets<Config> place(task);
+  PrefixOperand<kProducts> operands[kHeld];
   LastValues values[kHeld];
   if constexpr (kHolds) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) held[c].template read<Config>(prefix + c * 32);
+    for (int c = 0; c < kChunks; ++c) operands[c].template read<Config>(prefix + c * 32);
   }
 #pragma unroll 1
-  for (int32_t last_column = 0; last_column < piece.last_q(); last_column += 4) {
-    const int count = piece.last_q() - last_column;
+  for (int32_t last_column = 0; last_column < task.last_q(); last_column += 4) {
+    const int count = task.last_q() - last_column;
     const bool more_columns = Config::kWholeLasts || count > 2;
     const auto more_ranks = [&](int chunk) {
-      return Config::kKnownRanks || piece.last_r() > chunk * 32 + 16;
+      return Config::kKnownRanks || task.last_r() > chunk * 32 + 16;
     };
     for (int base = begin; base < end; base += 32) {
       IdLane id;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
         const int32_t slice = __shfl_sync(kAllLanes, id.last, from + row / 2);
 #pragma unroll
         for (int c = 0; c < kHeld; ++c) {
-          last.read(piece, from + row / 2 < limit, slice, last_column, c * 32, values + c);
+          last.read(task, from + row / 2 < limit, slice, last_column, c * 32, values + c);
         }
       };
       if constexpr (kHolds) read(0);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
         if constexpr (kHolds) {
 #pragma unroll
           for (int c = 0; c < kChunks; ++c) {
-            add_rows(sums, held[c], values[c], more_columns, more_ranks(c));
+            add_rows(sums, operands[c], values[c], more_columns, more_ranks(c));
           }
           if (from + 4 < limit) read(from + 4);
         } else {
@@ -210,10 +210,10 @@ __device__ __forceinline__ void lookup_ids(const TileInput& in, const Ids& ids,
 #pragma unroll 2
           for (int c = 0; c < chunks; ++c) {
             constexpr int kInSlice = Config::kSlice / 32;
-            held[0].template read<Config>(prefix + c / kInSlice * Config::kSliceStep +
-                                          c % kInSlice * 32);
-            last.read(piece, from + row / 2 < limit, slice, last_column, c * 32, values);
-            add_rows(sums, held[0], values[0], more_columns, more_ranks(c));
+            operands[0].template read<Config>(prefix + c / kInSlice * Config::kSliceStep +
+                                              c % kInSlice * 32);
+            last.read(task, from + row / 2 < limit, slice, last_column, c * 32, values);
+            add_rows(sums, operands[0], values[0], more_columns, more_ranks(c));
           }
         }
         if (from + column < limit) {
@@ -238,23 +238,24 @@ template <typename Config>
 struct LastGradInMemory {
   // Adds this lane's values of d: four ranks from r on and four from r + 16 on, of two columns of a
   // slice of the last core.
-  __device__ __forceinline__ void add(const Piece<Config>& piece, bool exists, int32_t slice,
+  __device__ __forceinline__ void add(const BlockTask<Config>& task, bool exists, int32_t slice,
                                       int32_t last_column, int r, const float (&d)[4][4]) const {
     if (!exists) return;
-    const int32_t last_r = piece.last_r();
-    float* to = piece.table->last_grad + static_cast<size_t>(slice) * (piece.last_q() * last_r) +
+    const int32_t last_r = task.last_r();
+    float* to = task.table->last_grad + static_cast<size_t>(slice) * (task.last_q() * last_r) +
                 last_column * last_r + r;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int left = Config::kWholeLasts || last_column + half < piece.last_q() ? last_r - r : 0;
+      const int remaining =
+          Config::kWholeLasts || last_column + half < task.last_q() ? last_r - r : 0;
       float* line = to + half * last_r;
       add_to_four<Config>(
-          piece, kLastPart, line,
-          make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), left);
-      add_to_four<Config>(piece, kLastPart, line + 16,
+          task, kLastPart, line,
+          make_float4(d[0][2 * half], d[1][2 * half], d[2][2 * half], d[3][2 * half]), remaining);
+      add_to_four<Config>(task, kLastPart, line + 16,
                           make_float4(d[0][2 * half + 1], d[1][2 * half + 1], d[2][2 * half + 1],
                                       d[3][2 * half + 1]),
-                          left - 16);
+                          remaining - 16);
     }
   }
 };
@@ -266,11 +267,11 @@ struct FourGrads {
   float2 other[4];   // for the id of row / 2: two columns; middle column by column
 
   // Reads ids from base + from on, of which those below base + limit exist.
-  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
-                                       const RowPlace<Config>& place, const IdLane& id,
+  __device__ __forceinline__ void read(const TileInput& in, const BlockTask<Config>& task,
+                                       const RowOffsets<Config>& place, const IdLane& id,
                                        int32_t last_column, int base, int from, int limit) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-    const int count = piece.last_q() - last_column;
+    const int count = task.last_q() - last_column;
     const bool has_low = from + column < limit, has_other = from + row / 2 < limit;
     const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
     const uint32_t other_source = __shfl_sync(kAllLanes, id.source, from + row / 2);
@@ -281,15 +282,15 @@ struct FourGrads {
       high = load_row<Config>(at + place.step, place.width, place.has_second ? count : 0);
     }
     const float* line = grad_row<Config>(in, other_source) + last_column +
-                        piece.head_column() * piece.head_step() +
-                        (piece.middle_column() + column) * piece.middle_step() + row % 2 * 2;
+                        task.head_column() * task.head_step() +
+                        (task.middle_column() + column) * task.middle_step() + row % 2 * 2;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float* at = line + e * piece.head_step();
+      const float* at = line + e * task.head_step();
       other[e] = make_float2(0.0f, 0.0f);
       if (has_other) {
-        const int left = piece.has_head(e) && piece.has_middle(column) ? count - row % 2 * 2 : 0;
-        other[e] = load_row_pair<Config>(at, place.width, left);
+        const int remaining = task.has_head(e) && task.has_middle(column) ? count - row % 2 * 2 : 0;
+        other[e] = load_row_pair<Config>(at, place.width, remaining);
       }
     }
     if (in.factors == nullptr) return;
@@ -310,11 +311,11 @@ template <typename Config>
 struct FourLasts {
   float4 b[4];
 
-  __device__ __forceinline__ void read(const Piece<Config>& piece, const IdLane& id,
+  __device__ __forceinline__ void read(const BlockTask<Config>& task, const IdLane& id,
                                        int32_t last_column, int first_r, int from) {
     const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4;
-    const TableView& table = *piece.table;
-    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+    const TableCuda& table = *task.table;
+    const int32_t last_q = task.last_q(), last_r = task.last_r();
     const size_t at =
         static_cast<size_t>(__shfl_sync(kAllLanes, id.last, from + column)) * (last_q * last_r) +
         last_column * last_r + first_r + row * 4;
@@ -332,14 +333,15 @@ struct FourLasts {
 // last_grad.
 template <typename Config, typename Ids, typename LastGrad>
 __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids,
-                                             const Piece<Config>& piece, int slice, float* prefix,
-                                             int begin, int end, const LastGrad& last_grad) {
+                                             const BlockTask<Config>& task, int slice,
+                                             float* prefix, int begin, int end,
+                                             const LastGrad& last_grad) {
   static_assert(Config::kSlice == 32);
   constexpr int kProducts = Config::kProducts;
-  const int32_t last_q = piece.last_q();
+  const int32_t last_q = task.last_q();
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
   const int first_r = slice * Config::kSlice;
-  const RowPlace<Config> place(piece);
+  const RowOffsets<Config> place(task);
   float sums[4][4] = {};
 #pragma unroll 1
   for (int32_t last_column = 0; last_column < last_q; last_column += 4) {
@@ -353,8 +355,8 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
       FourLasts<Config> lasts;
 #pragma unroll 1
       for (int from = 0; from < limit; from += 4) {
-        grads.read(in, piece, place, id, last_column, base, from, limit);
-        lasts.read(piece, id, last_column, first_r, from);
+        grads.read(in, task, place, id, last_column, base, from, limit);
+        lasts.read(task, id, last_column, first_r, from);
         add_prefix_grad<kProducts>(sums, grads.low, grads.high, lasts.b, more_columns);
         // The prefix is reloaded for every four ids, to save registers.
         float4 values[4];
@@ -363,7 +365,7 @@ __device__ __forceinline__ void gradient_ids(const TileInput& in, const Ids& ids
         last_grad_of<kProducts>(d, grads.other, values);
         const bool has_other = from + row / 2 < limit;
         const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
-        last_grad.add(piece, has_other, other_last, last_column + row % 2 * 2, first_r + 4 * column,
+        last_grad.add(task, has_other, other_last, last_column + row % 2 * 2, first_r + 4 * column,
                       d);
       }
     }

@@ -13,9 +13,9 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 // Copies a table's view to shared memory, word by word.
-__device__ __forceinline__ void copy_view(const TableView& from, TableView* to) {
-  static_assert(sizeof(TableView) % 4 == 0);
-  constexpr int kWords = sizeof(TableView) / 4;
+__device__ __forceinline__ void copy_view(const TableCuda& from, TableCuda* to) {
+  static_assert(sizeof(TableCuda) % 4 == 0);
+  constexpr int kWords = sizeof(TableCuda) / 4;
   for (int i = threadIdx.x; i < kWords; i += blockDim.x) {
     reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
   }
@@ -27,12 +27,12 @@ __device__ __forceinline__ void copy_view(const TableView& from, TableView* to) 
 // few ids, and most prefixes have one.
 template <typename Config, bool kBackward, bool kFew>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_kernel(TileInput in) {
-  constexpr int kMostStaged = kFew ? 1 : 16 * Config::kPrefixes;
+  constexpr int kMaxStaged = kFew ? 1 : 16 * Config::kPrefixes;
   extern __shared__ float4 memory[];
   __shared__ int4 prefixes[Config::kPrefixes + 1];
-  __shared__ int2 staged_ids[kMostStaged];
+  __shared__ int2 staged_ids[kMaxStaged];
   __shared__ std::conditional_t<kFew, UnstagedIds, StagedIds> ids;
-  __shared__ TableView table;
+  __shared__ TableCuda table;
   __shared__ int next;  // the next prefix of the tile that a warp takes
   float* middle = reinterpret_cast<float*>(memory);
   float* heads = middle + Config::kMiddleValues;
@@ -45,14 +45,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
   const int thread = threadIdx.x;
   auto read_prefix = [&](int first) {
     int4 prefix = make_int4(0, -1, -1, -1);
-    if (thread <= Config::kPrefixes && first + thread <= in.most_prefixes) {
+    if (thread <= Config::kPrefixes && first + thread <= in.max_prefixes) {
       prefix = in.prefixes[first + thread];
     }
     return prefix;
   };
   // Loaded together with the counts; values beyond them are not used.
   int4 prefix = read_prefix(blockIdx.x * Config::kPrefixes);
-  const Counts counts = *in.counts;
+  const IndexCounts counts = *in.counts;
   const bool gather = in.always_gather || counts.gather != 0;
   const int all = in.leaves_dense && counts.dense != 0 ? 0 : counts.prefixes;
   int loaded = 0;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
     __syncthreads();
     if constexpr (!kFew) {
       const int begin = prefixes[0].x;
-      const int staged = min(kMostStaged, prefixes[count].x - begin);
+      const int staged = min(kMaxStaged, prefixes[count].x - begin);
       if (thread == 0) ids = {staged_ids, begin, staged};
       for (int i = thread; i < staged; i += Config::kThreads) {
         staged_ids[i] = make_int2(in.lasts[begin + i], static_cast<int>(in.sources[begin + i]));
@@ -86,17 +86,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         __syncthreads();
       }
       if (table.kernel != in.kernel || static_cast<int>(blockIdx.y) >= table.blocks) continue;
-      Piece<Config> piece;
-      piece.table = &table;
+      BlockTask<Config> task;
+      task.table = &table;
       if constexpr (Config::kFixedPoint) {
-        piece.fixed_point = &in.fixed_point;
-        piece.number = number;
+        task.fixed_point = &in.fixed_point;
+        task.number = number;
       }
-      piece.middle = prefixes[first].z;
-      piece.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
-      piece.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
-      piece.find_row_width(in.unit);
-      const int4* mine = prefixes + first;
+      task.middle = prefixes[first].z;
+      task.first_head_column = static_cast<int>(blockIdx.y) / table.middle_blocks * 4;
+      task.first_middle_column = static_cast<int>(blockIdx.y) % table.middle_blocks * 4;
+      task.find_row_width(in.unit);
+      const int4* first_prefixes = prefixes + first;
       const bool has_middle = Config::kKnownRanks || Config::kKnownQ || table.middle != nullptr;
       const int slices = Config::kKnownRanks ? Config::kSlices
                                              : (table.last_r + Config::kSlice - 1) / Config::kSlice;
@@ -107,16 +107,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
         if (thread == 0) next = 0;
         if (has_middle) {
           HeadLoad<Config> head_load;
-          if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
-          load_middle<Config>(thread, piece, slice, middle);
+          if constexpr (HeadLoad<Config>::kEarly) head_load.read(thread, task, first_prefixes, run);
+          load_middle<Config>(thread, task, slice, middle);
           if (slice == 0) {
-            if constexpr (!HeadLoad<Config>::kEarly) head_load.read(thread, piece, mine, run);
+            if constexpr (!HeadLoad<Config>::kEarly)
+              head_load.read(thread, task, first_prefixes, run);
             head_load.store(thread, heads);
           }
           __syncthreads();
-          multiply_prefixes<Config>(thread, piece, heads, middle, to, run);
+          multiply_prefixes<Config>(thread, task, heads, middle, to, run);
         } else {
-          HeadPrefixes<Config>::load(thread, piece, slice, mine, run, to);
+          HeadPrefixes<Config>::load(thread, task, slice, first_prefixes, run, to);
         }
         if (!kBackward && slice + 1 < slices) continue;
         if (waits) wait_for_kernel_before();
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
           at = __shfl_sync(kAllLanes, at, 0);
           if (at >= run) break;
           float* product = products + at * Config::kPrefixStep;
-          int begin = mine[at].x, end = mine[at + 1].x;
+          int begin = first_prefixes[at].x, end = first_prefixes[at + 1].x;
           if (gridDim.z > 1) {
             const int part =
                 (end - begin + static_cast<int>(gridDim.z) - 1) / static_cast<int>(gridDim.z);
@@ -136,19 +137,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
             end = min(end, begin + part);
           }
           if constexpr (kBackward) {
-            gradient_ids(in, ids, piece, slice, product, begin, end, LastGradInMemory<Config>{});
+            gradient_ids(in, ids, task, slice, product, begin, end, LastGradInMemory<Config>{});
           } else {
-            lookup_ids<Config>(in, ids, piece, product, slices * (Config::kSlice / 32), begin, end,
+            lookup_ids<Config>(in, ids, task, product, slices * (Config::kSlice / 32), begin, end,
                                gather, LastInMemory<Config>{});
           }
         }
         if constexpr (kBackward) {
           __syncthreads();
           if (has_middle) {
-            add_middle_grad<Config>(thread, piece, slice, heads, products, run);
-            add_head_grad<Config, 2>(thread, piece, mine, run, middle, products);
+            add_middle_grad<Config>(thread, task, slice, heads, products, run);
+            add_head_grad<Config, 2>(thread, task, first_prefixes, run, middle, products);
           } else {
-            HeadPrefixes<Config>::add_grads(thread, piece, slice, mine, run, products);
+            HeadPrefixes<Config>::add_grads(thread, task, slice, first_prefixes, run, products);
           }
         }
       }
@@ -161,25 +162,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks) tile_ker
 // the GPU, and so many ids per prefix that recomputing products in each part costs little.
 template <typename Config>
 unsigned parts_of_ids(const TileRun& run, int64_t blocks) {
-  constexpr int64_t kMost = 8, kLeastIds = 64;
+  constexpr int64_t kMax = 8, kMinIds = 64;
   const int64_t wanted = 4 * int64_t{Config::kMinBlocks} * run.multiprocessors;
-  const int64_t ids = run.num_ids / run.most_prefixes / kLeastIds;
+  const int64_t ids = run.num_ids / run.max_prefixes / kMinIds;
   return static_cast<unsigned>(
-      max(int64_t{1}, min(min(kMost, ids), (wanted + blocks - 1) / blocks)));
+      max(int64_t{1}, min(min(kMax, ids), (wanted + blocks - 1) / blocks)));
 }
 
 template <typename Config, bool kBackward, bool kFew>
 void launch_tiles(const TileRun& run, const TileInput& in) {
   auto kernel = tile_kernel<Config, kBackward, kFew>;
   constexpr size_t kBytes = Config::shared_bytes(kBackward);
-  int64_t tiles = (run.most_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
+  int64_t tiles = (run.max_prefixes + Config::kPrefixes - 1) / Config::kPrefixes;
   // All blocks may turn out to be idle, so launch fewer of them, with several tiles each.
   const int64_t most = 3 * int64_t{Config::kMinBlocks} * run.multiprocessors;
   if (in.leaves_dense && tiles > most) tiles = most;
   const unsigned parts =
       kFew || in.leaves_dense ? 1 : parts_of_ids<Config>(run, tiles * run.blocks);
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(run.blocks), parts);
-  launch_chained(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
+  launch_dependent(kernel, {grid, Config::kThreads, kBytes}, run.stream, in);
 }
 
 // Deterministic gradients, for any shape.

@@ -8,7 +8,7 @@ namespace torchrec_hkv::tensor_train::cuda {
 
 // Loads a slice of the middle core, [kRank][4 middle columns][kSlice], to shared memory.
 template <typename Config>
-__device__ __forceinline__ void load_middle(int thread, const Piece<Config>& piece, int slice,
+__device__ __forceinline__ void load_middle(int thread, const BlockTask<Config>& task, int slice,
                                             float* to) {
   constexpr int kQuads = Config::kRank * Config::kSlice;  // number of groups of 4 values
   constexpr int kMine = kQuads / Config::kThreads;
@@ -17,16 +17,16 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
   // because the compiler cannot know that the stores do not change the addresses of the loads.
   constexpr int kTogether = kMine < 4 ? kMine : 4;
   static_assert(kMine % kTogether == 0);
-  const TableView& table = *piece.table;
+  const TableCuda& table = *task.table;
   const void* const core = table.middle;
   const RowType type = table.middle_type;
-  const int32_t head_r = piece.head_r();
-  const int32_t last_r = piece.last_r();
-  const int32_t middle_q = piece.middle_q();
+  const int32_t head_r = task.head_r();
+  const int32_t last_r = task.last_r();
+  const int32_t middle_q = task.middle_q();
   const size_t first =
-      (static_cast<size_t>(piece.middle) * head_r * middle_q + piece.middle_column()) * last_r +
+      (static_cast<size_t>(task.middle) * head_r * middle_q + task.middle_column()) * last_r +
       slice * Config::kSlice;
-  const int quads = piece.head_depth() * Config::kSlice;
+  const int quads = task.head_depth() * Config::kSlice;
 #pragma unroll 1
   for (int base = 0; base < kMine && base * Config::kThreads < quads; base += kTogether) {
     float4 values[kTogether];
@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_middle(int thread, const Piece<Config>& pie
       const int quad = i % Config::kSlice;
       const int column = quad / (Config::kSlice / 4);
       const int within = quad % (Config::kSlice / 4) * 4;
-      const bool exists = (Config::kKnownRanks || r < head_r) && piece.has_middle(column);
+      const bool exists = (Config::kKnownRanks || r < head_r) && task.has_middle(column);
       const int count = exists ? last_r - slice * Config::kSlice - within : 0;
       values[k] = load_four<Config>(
           core, type, first + (static_cast<size_t>(r) * middle_q + column) * last_r + within,
@@ -64,10 +64,10 @@ struct HeadLoad {
   static constexpr bool kEarly = Config::kVectors && Config::kSlices == 1 && kMine <= 2;
   float4 values[kMine];
 
-  __device__ __forceinline__ void read(int thread, const Piece<Config>& piece, const int4* prefixes,
-                                       int count) {
-    const TableView& table = *piece.table;
-    const int32_t head_r = piece.head_r();
+  __device__ __forceinline__ void read(int thread, const BlockTask<Config>& task,
+                                       const int4* prefixes, int count) {
+    const TableCuda& table = *task.table;
+    const int32_t head_r = task.head_r();
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const int i = thread + k * Config::kThreads;
@@ -75,9 +75,9 @@ struct HeadLoad {
       const int column = i % Config::kRank / (Config::kRank / 4);
       const int within = i % (Config::kRank / 4) * 4;
       values[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (prefix < count && piece.has_head(column)) {
+      if (prefix < count && task.has_head(column)) {
         const size_t row =
-            static_cast<size_t>(prefixes[prefix].w) * piece.head_q() + piece.head_column() + column;
+            static_cast<size_t>(prefixes[prefix].w) * task.head_q() + task.head_column() + column;
         values[k] =
             load_four<Config>(table.head, table.head_type, row * head_r + within, head_r - within);
       }
@@ -108,17 +108,17 @@ struct HeadPrefixes {
   // Calls use(element of the head, offset in the prefixes in shared memory, number of existing
   // values) for the units of `count` prefixes.
   template <typename Use>
-  static __device__ __forceinline__ void each(int thread, const Piece<Config>& piece, int slice,
+  static __device__ __forceinline__ void each(int thread, const BlockTask<Config>& task, int slice,
                                               const int4* prefixes, int count, const Use& use) {
-    const int32_t last_r = piece.last_r();
+    const int32_t last_r = task.last_r();
     for (int i = thread; i < count * kUnits; i += Config::kThreads) {
       const int prefix = i / kUnits, row = i % kUnits / kLine, within = i % kLine * 4;
       const int head_column = row / 4, middle_column = row % 4;
-      const size_t line = (static_cast<size_t>(prefixes[prefix].w) * piece.head_q() +
-                           piece.head_column() + head_column) *
-                              piece.middle_q() +
-                          piece.middle_column() + middle_column;
-      const bool exists = piece.has_head(head_column) && piece.has_middle(middle_column);
+      const size_t line = (static_cast<size_t>(prefixes[prefix].w) * task.head_q() +
+                           task.head_column() + head_column) *
+                              task.middle_q() +
+                          task.middle_column() + middle_column;
+      const bool exists = task.has_head(head_column) && task.has_middle(middle_column);
       const int r = slice * Config::kSlice + within;
       use(line * last_r + r,
           prefix * Config::kPrefixStep + head_column * Config::kRowStep +
@@ -126,21 +126,21 @@ struct HeadPrefixes {
           exists ? last_r - r : 0);
     }
   }
-  static __device__ __forceinline__ void load(int thread, const Piece<Config>& piece, int slice,
+  static __device__ __forceinline__ void load(int thread, const BlockTask<Config>& task, int slice,
                                               const int4* prefixes, int count, float* to) {
-    const TableView& table = *piece.table;
-    each(thread, piece, slice, prefixes, count, [&](size_t element, int at, int left) {
+    const TableCuda& table = *task.table;
+    each(thread, task, slice, prefixes, count, [&](size_t element, int at, int remaining) {
       *reinterpret_cast<float4*>(to + at) = prepared<Config::kProducts>(
-          load_four<Config>(table.head, table.head_type, element, left));
+          load_four<Config>(table.head, table.head_type, element, remaining));
     });
   }
-  static __device__ __forceinline__ void add_grads(int thread, const Piece<Config>& piece,
+  static __device__ __forceinline__ void add_grads(int thread, const BlockTask<Config>& task,
                                                    int slice, const int4* prefixes, int count,
                                                    const float* grads) {
-    float* const head_grad = piece.table->head_grad;
-    each(thread, piece, slice, prefixes, count, [&](size_t element, int at, int left) {
-      add_to_four<Config>(piece, kHeadPart, head_grad + element,
-                          *reinterpret_cast<const float4*>(grads + at), left);
+    float* const head_grad = task.table->head_grad;
+    each(thread, task, slice, prefixes, count, [&](size_t element, int at, int remaining) {
+      add_to_four<Config>(task, kHeadPart, head_grad + element,
+                          *reinterpret_cast<const float4*>(grads + at), remaining);
     });
   }
 };

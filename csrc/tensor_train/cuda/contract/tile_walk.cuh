@@ -5,7 +5,7 @@
 // prefixes of one middle slice are therefore sorted by their number of ids, most first.
 #pragma once
 
-#include "tensor_train/cuda/contract/ids_ahead.cuh"
+#include "tensor_train/cuda/contract/prefetched_ids.cuh"
 #include "tensor_train/cuda/contract/tile_operands.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
@@ -21,12 +21,12 @@ __device__ __forceinline__ int run_length(const int4* prefixes, int first, int c
 
 // A part of the sorted prefixes in shared memory.
 struct PrefixList {
-  static constexpr int kMost = 128;
-  static constexpr int kWarps = kMost / 32;
-  int4 items[kMost];  // like Index::prefixes
+  static constexpr int kMax = 128;
+  static constexpr int kWarps = kMax / 32;
+  int4 items[kMax];  // like Index::prefixes
   union {
-    int32_t ends[kMost];               // ends of their distinct ids
-    alignas(16) uint32_t keys[kMost];  // sort keys, during the sort
+    int32_t ends[kMax];               // ends of their distinct ids
+    alignas(16) uint32_t keys[kMax];  // sort keys, during the sort
   };
   unsigned starts[kWarps];  // begins of middle slices
   int32_t first, count;     // first prefix and length of the list
@@ -39,18 +39,18 @@ struct PrefixList {
   template <typename Wait>
   __device__ __forceinline__ void load(const int4* prefixes, int from, int to, int thread,
                                        bool by_ids, const Wait& wait) {
-    const int room = min(kMost, to - from);
+    const int capacity = min(kMax, to - from);
     if (thread == 0) {
       first = from;
-      count = room;
+      count = capacity;
       end = to;
       ordered = by_ids;
     }
-    const bool mine = thread < room;
+    const bool is_loader = thread < capacity;
     int4 prefix = make_int4(0, 0, 0, 0);
     int32_t behind = 0;
     bool begins = false;
-    if (mine) {
+    if (is_loader) {
       prefix = prefixes[from + thread];
       behind = prefixes[from + thread + 1].x;
       if (by_ids && thread > 0) {
@@ -64,29 +64,29 @@ struct PrefixList {
       const unsigned of_warp = __ballot_sync(kAllLanes, begins);
       if (warp < kWarps && lane == 0) starts[warp] = of_warp;
       wait();
-      constexpr uint32_t kMostIds = (1u << 16) - 1;
+      constexpr uint32_t kMaxIds = (1u << 16) - 1;
       uint32_t key = 0xffffffffu;
-      if (mine) {
+      if (is_loader) {
         int run = __popc(of_warp & (2u << lane) - 1);
         for (int w = 0; w < warp; ++w) run += __popc(starts[w]);
-        const uint32_t ids = min(static_cast<uint32_t>(behind - prefix.x), kMostIds);
-        static_assert(kMost <= 256);
-        key = static_cast<uint32_t>(run) << 24 | (kMostIds - ids) << 8 |
-              static_cast<uint32_t>(thread);
+        const uint32_t ids = min(static_cast<uint32_t>(behind - prefix.x), kMaxIds);
+        static_assert(kMax <= 256);
+        key =
+            static_cast<uint32_t>(run) << 24 | (kMaxIds - ids) << 8 | static_cast<uint32_t>(thread);
       }
-      if (thread < kMost) keys[thread] = key;
+      if (thread < kMax) keys[thread] = key;
       wait();
       place = 0;
-      if (mine) {
+      if (is_loader) {
 #pragma unroll 4
-        for (int i = 0; i < room; i += 4) {
+        for (int i = 0; i < capacity; i += 4) {
           const uint4 four = *reinterpret_cast<const uint4*>(keys + i);
           place += (four.x < key) + (four.y < key) + (four.z < key) + (four.w < key);
         }
       }
       wait();
     }
-    if (mine) {
+    if (is_loader) {
       items[place] = prefix;
       ends[place] = behind;
     }
@@ -99,7 +99,7 @@ struct PrefixList {
 template <typename Config>
 struct TileWalk {
   const TileInput& in;
-  const Piece<Config>& piece;
+  const BlockTask<Config>& task;
   PrefixList& list;
   NextIds<Config::kWarps>& next_ids;
   int thread;
@@ -108,17 +108,17 @@ struct TileWalk {
 
   __device__ __forceinline__ const int4* prefixes() const { return list.items + at; }
   __device__ __forceinline__ int warp() const { return thread / 32; }
-  __device__ __forceinline__ bool mine() const { return warp() < run; }
+  __device__ __forceinline__ bool has_prefix() const { return warp() < run; }
   // The ids of this warp's prefix; empty if it has no prefix.
-  __device__ __forceinline__ int begin() const { return mine() ? prefixes()[warp()].x : 0; }
-  __device__ __forceinline__ int stop() const { return mine() ? list.ends[at + warp()] : 0; }
+  __device__ __forceinline__ int begin() const { return has_prefix() ? prefixes()[warp()].x : 0; }
+  __device__ __forceinline__ int stop() const { return has_prefix() ? list.ends[at + warp()] : 0; }
 
   // number: number of the table whose view is loaded; heads of other tables are not read.
-  __device__ __forceinline__ void read_heads() { head_load.read(thread, piece, prefixes(), run); }
+  __device__ __forceinline__ void read_heads() { head_load.read(thread, task, prefixes(), run); }
   __device__ __forceinline__ void read_tile(int number) {
     run = run_length(list.items, at, min(list.count, at + Config::kPrefixes));
     if (prefixes()[0].y == number) read_heads();
-    if (mine()) next_ids.start(in, warp(), begin(), stop());
+    if (has_prefix()) next_ids.start(in, warp(), begin(), stop());
   }
   // Loads the prefixes [first, end) and their first tile, which is empty if there are none.
   template <typename Wait>
@@ -148,7 +148,7 @@ struct TileWalk {
 };
 
 // Whether prefixes have so few ids that their order does not matter.
-__device__ __forceinline__ bool few_a_prefix(const Counts& counts) {
+__device__ __forceinline__ bool few_a_prefix(const IndexCounts& counts) {
   return counts.distinct <= 2 * int64_t{counts.prefixes};
 }
 

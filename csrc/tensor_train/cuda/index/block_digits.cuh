@@ -10,10 +10,10 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr int kDigits = 256;
-constexpr int kMostWarps = 32;
+constexpr int kMaxWarps = 32;
 
 struct BlockDigits {
-  uint16_t before[kMostWarps][kDigits];  // number of items of earlier warps with the digit
+  uint16_t before[kMaxWarps][kDigits];  // number of items of earlier warps with the digit
   int32_t all[kDigits];
 };
 
@@ -49,20 +49,20 @@ __device__ __forceinline__ void count_digits(BlockDigits* shared, const uint32_t
   }
   __syncthreads();
   for (int i = thread; i < kKinds * kDigits; i += blockDim.x) {
-    BlockDigits& mine = shared[i / kDigits];
+    BlockDigits& block = shared[i / kDigits];
     const int digit = i % kDigits;
-    uint16_t counts[kMostWarps];  // all loads come before the stores
+    uint16_t counts[kMaxWarps];  // all loads come before the stores
 #pragma unroll
-    for (int w = 0; w < kMostWarps; ++w) counts[w] = w < warps ? mine.before[w][digit] : 0;
+    for (int w = 0; w < kMaxWarps; ++w) counts[w] = w < warps ? block.before[w][digit] : 0;
     int32_t sum = 0;
 #pragma unroll
-    for (int w = 0; w < kMostWarps; ++w) {
+    for (int w = 0; w < kMaxWarps; ++w) {
       if (w < warps) {
-        mine.before[w][digit] = static_cast<uint16_t>(sum);
+        block.before[w][digit] = static_cast<uint16_t>(sum);
         sum += counts[w];
       }
     }
-    mine.all[digit] = sum;
+    block.all[digit] = sum;
   }
 }
 

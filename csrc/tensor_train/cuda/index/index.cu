@@ -9,12 +9,12 @@
 namespace torchrec_hkv::tensor_train::cuda {
 namespace {
 
-constexpr int32_t kMostExactRank = 128;
+constexpr int32_t kMaxExactRank = 128;
 constexpr int kRanks[] = {32, 64, 128, 256};
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-KernelClass class_of(const TableView& table) {
+KernelClass class_of(const TableCuda& table) {
   KernelClass kernel;
   const int32_t rank = max(table.head_r, table.last_r);
   for (const int candidate : kRanks) {
@@ -34,7 +34,7 @@ KernelClass class_of(const TableView& table) {
   }
   const bool fp32 = table.head_type == RowType::kFloat32;
   kernel.vectors = alike && fp32 && table.head_r % 4 == 0 && table.last_r % 4 == 0;
-  const bool whole = alike && table.middle != nullptr && kernel.rank <= kMostExactRank &&
+  const bool whole = alike && table.middle != nullptr && kernel.rank <= kMaxExactRank &&
                      table.head_r == kernel.rank && table.last_r == kernel.rank;
   kernel.whole = kernel.vectors && whole;
   kernel.lasts = kernel.whole && table.last_q % 4 == 0;
@@ -66,7 +66,7 @@ int32_t number_of(Plan* plan, const KernelClass& kernel) {
 
 }  // namespace
 
-Plan plan_tables(TableView* tables, int32_t num_tables) {
+Plan plan_tables(TableCuda* tables, int32_t num_tables) {
   Plan plan;
   plan.num_tables = num_tables;
   plan.clusters = compute_capability() >= 9;
@@ -77,7 +77,7 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device));
   plan.cooperative = cooperative != 0;
   for (int32_t t = 0; t < num_tables; ++t) {
-    TableView& table = tables[t];
+    TableCuda& table = tables[t];
     table.dim = table.head_q * table.middle_q * table.last_q;
     if (table.middle == nullptr && table.middle_q == 1) {
       table.middle_q = table.head_q % 4 == 0 ? 4 : table.head_q % 2 == 0 ? 2 : 1;
@@ -115,20 +115,20 @@ Plan plan_tables(TableView* tables, int32_t num_tables) {
   return plan;
 }
 
-size_t index_bytes(const Plan& plan, const Batch& batch) {
+size_t index_bytes(const Plan& plan, const BatchCuda& batch) {
   size_t bytes = 0;
-  carve_index(plan, batch, nullptr, &bytes);
+  allocate_index(plan, batch, nullptr, &bytes);
   return bytes;
 }
 
-size_t index_scratch_bytes(const Plan& plan, const Batch& batch) {
+size_t index_scratch_bytes(const Plan& plan, const BatchCuda& batch) {
   if (batch.num_ids == 0 || is_small(plan, batch)) return 0;
   if (is_medium(plan, batch)) return medium_scratch_bytes(plan, batch);
   return large_scratch_bytes(plan, batch);
 }
 
-void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratch, int64_t* invalid,
-                 float* out, cudaStream_t stream) {
+void index_batch(const Plan& plan, const BatchCuda& batch, void* index, void* scratch,
+                 int64_t* invalid, float* out, cudaStream_t stream) {
   const int64_t most = int64_t{1} << 31;
   const int32_t unit = unit_of(plan, batch);
   if (batch.num_ids >= most || batch.num_bags() >= most ||
@@ -140,9 +140,9 @@ void index_batch(const Plan& plan, const Batch& batch, void* index, void* scratc
         " columns, is too large: ids and bags are to be fewer than 2^31, and values of the output "
         "fewer than 2^33, or 2^31 where dims or columns are not multiples of 4.");
   }
-  const Index parts = carve_index(plan, batch, index, nullptr);
+  const Index parts = allocate_index(plan, batch, index, nullptr);
   if (batch.num_ids == 0) {
-    HKV_CUDA_CHECK(cudaMemsetAsync(parts.counts, 0, sizeof(Counts), stream));
+    HKV_CUDA_CHECK(cudaMemsetAsync(parts.counts, 0, sizeof(IndexCounts), stream));
     if (out != nullptr) {
       HKV_CUDA_CHECK(cudaMemsetAsync(
           out, 0, static_cast<size_t>(batch.num_rows() * batch.stride) * sizeof(float), stream));

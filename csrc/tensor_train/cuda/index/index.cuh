@@ -25,7 +25,7 @@ constexpr int kShortRun = 2;
 // Distinct ids per prefix from which on gradients of the last core are summed in shared memory.
 constexpr int kDensePrefix = 8;
 
-struct Counts {
+struct IndexCounts {
   int32_t distinct;
   int32_t prefixes;
   int32_t slots;
@@ -34,7 +34,7 @@ struct Counts {
 };
 
 struct Index {
-  Counts* counts;
+  IndexCounts* counts;
   int4* prefixes;        // [.. + 1] first distinct id, table, middle, head
   int32_t* lasts;        // by distinct id: slice of the last core
   uint32_t* sources;     // by distinct id: kSlotBit | slot, or the place of its only row
@@ -47,67 +47,67 @@ struct Index {
 };
 
 // Allocates pieces of a buffer, or only counts their bytes if the buffer is null.
-struct Carver {
+struct BufferAllocator {
   char* base;
   size_t used = 0;
 
   template <typename T>
   T* take(int64_t count) {
     constexpr size_t kAlignment = 256;
-    T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+    T* task = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
     used += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
-    return piece;
+    return task;
   }
 };
 
-inline bool is_scaled(const Batch& batch) {
+inline bool is_scaled(const BatchCuda& batch) {
   return batch.weights != nullptr || (batch.mean && batch.pooled);
 }
 // Places are in units of this number of values.
-inline int32_t unit_of(const Plan& plan, const Batch& batch) {
+inline int32_t unit_of(const Plan& plan, const BatchCuda& batch) {
   return plan.vectors && batch.aligned ? 4 : 1;
 }
-inline int64_t most_prefixes(const Plan& plan, const Batch& batch) {
+inline int64_t max_prefixes(const Plan& plan, const BatchCuda& batch) {
   return plan.num_prefixes < batch.num_ids ? plan.num_prefixes : batch.num_ids;
 }
-inline int64_t most_slots(const Batch& batch) { return batch.num_ids / 2 + 1; }
+inline int64_t max_slots(const BatchCuda& batch) { return batch.num_ids / 2 + 1; }
 // Up to this number of ids, one cluster sorts, and repeated rows are always distributed by slots.
 constexpr int64_t kSmallBatch = 16384;
-inline bool is_small(const Plan& plan, const Batch& batch) {
+inline bool is_small(const Plan& plan, const BatchCuda& batch) {
   return plan.clusters && batch.num_ids <= kSmallBatch && plan.num_keys < 0xffffffffu;
 }
 // Whether bags may gather the rows of distinct ids; the device decides by the number of repeats.
-inline bool gathers(const Plan& plan, const Batch& batch) { return !is_small(plan, batch); }
+inline bool gathers(const Plan& plan, const BatchCuda& batch) { return !is_small(plan, batch); }
 // Whether bags gather for any number of repeats: in deterministic mode, and in a small batch, in
 // which launches cost more than traffic, and gathering needs no cleared output.
-inline bool always_gathers(const Batch& batch) {
+inline bool always_gathers(const BatchCuda& batch) {
   return batch.num_ids <= kSmallBatch || batch.deterministic;
 }
 
 // Allocates the index in memory, or only counts its bytes if memory is null.
-inline Index carve_index(const Plan& plan, const Batch& batch, void* memory, size_t* bytes) {
-  Carver carver{static_cast<char*>(memory)};
+inline Index allocate_index(const Plan& plan, const BatchCuda& batch, void* memory, size_t* bytes) {
+  BufferAllocator allocator{static_cast<char*>(memory)};
   const int64_t n = batch.num_ids;
   const bool scaled = is_scaled(batch);
   Index index = {};
-  index.counts = carver.take<Counts>(1);
-  index.prefixes = carver.take<int4>(most_prefixes(plan, batch) + 1);
-  index.lasts = carver.take<int32_t>(n);
-  index.sources = carver.take<uint32_t>(n);
-  index.factors = scaled ? carver.take<float>(n) : nullptr;
-  index.distinct_of = carver.take<int32_t>(n);
-  index.places = carver.take<uint32_t>(n);
-  index.slots = carver.take<int32_t>(n);
-  index.place_factors = scaled ? carver.take<float>(n) : nullptr;
-  index.slot_dims = plan.one_dim ? nullptr : carver.take<int32_t>(most_slots(batch));
-  if (bytes != nullptr) *bytes = carver.used;
+  index.counts = allocator.take<IndexCounts>(1);
+  index.prefixes = allocator.take<int4>(max_prefixes(plan, batch) + 1);
+  index.lasts = allocator.take<int32_t>(n);
+  index.sources = allocator.take<uint32_t>(n);
+  index.factors = scaled ? allocator.take<float>(n) : nullptr;
+  index.distinct_of = allocator.take<int32_t>(n);
+  index.places = allocator.take<uint32_t>(n);
+  index.slots = allocator.take<int32_t>(n);
+  index.place_factors = scaled ? allocator.take<float>(n) : nullptr;
+  index.slot_dims = plan.one_dim ? nullptr : allocator.take<int32_t>(max_slots(batch));
+  if (bytes != nullptr) *bytes = allocator.used;
   return index;
 }
 
 // A batch for index kernels.
 struct IndexInput {
-  Batch batch;
-  const TableView* tables;
+  BatchCuda batch;
+  const TableCuda* tables;
   int32_t num_tables;
   int32_t unit;
   bool may_gather;
@@ -135,19 +135,19 @@ __device__ __forceinline__ void clear_on_the_way(const IndexInput& in) {
 }
 
 // The place of a position's row, and the row's factor.
-struct Place {
+struct RowPosition {
   uint32_t row;
   float factor;
 };
 
-__device__ __forceinline__ uint32_t feature_of(const Batch& batch, int64_t bag) {
+__device__ __forceinline__ uint32_t feature_of(const BatchCuda& batch, int64_t bag) {
   if (batch.num_features == 1) return 0;
   return static_cast<uint32_t>(bag) / static_cast<uint32_t>(batch.batch_size);
 }
 
-__device__ __forceinline__ Place place_of(const IndexInput& in, int64_t at, int64_t bag) {
-  const Batch& batch = in.batch;
-  Place place;
+__device__ __forceinline__ RowPosition place_of(const IndexInput& in, int64_t at, int64_t bag) {
+  const BatchCuda& batch = in.batch;
+  RowPosition place;
   place.factor = batch.weights != nullptr ? batch.weights[at] : 1.0f;
   if (!batch.pooled) {
     place.row = static_cast<uint32_t>(in.unit == 4 ? at * batch.stride >> 2 : at * batch.stride);
@@ -174,7 +174,7 @@ __device__ __forceinline__ uint32_t quotient(uint32_t number, int64_t by, uint32
 
 // Returns the sort key of an id of a bag. Counts ids outside their tables.
 __device__ __forceinline__ uint64_t key_of(const IndexInput& in, int64_t id, int64_t bag) {
-  const TableView& table = in.tables[in.batch.feature_tables[feature_of(in.batch, bag)]];
+  const TableCuda& table = in.tables[in.batch.feature_tables[feature_of(in.batch, bag)]];
   if (id < 0 || id >= table.rows) {
     if (in.invalid != nullptr) atomicAdd(in.invalid, 1ull);
     return in.num_keys;
@@ -227,7 +227,7 @@ __device__ __forceinline__ KeyParts<Number> parts_of(const IndexInput& in, Numbe
       high = middle;
     }
   }
-  const TableView& table = in.tables[low];
+  const TableCuda& table = in.tables[low];
   const Number number = key - static_cast<Number>(table.first_key);
   const Number prefix = divided(number, table.lasts, table.lasts_inverse);
   return {low, prefix, number - prefix * static_cast<Number>(table.lasts)};
@@ -248,7 +248,7 @@ __device__ __forceinline__ int64_t bag_between(const int64_t* __restrict__ offse
 }
 
 // One sorted position, with data of its neighbours and of earlier positions.
-struct Sorted {
+struct SortedEntry {
   int64_t at;        // place in the sorted order
   int32_t position;  // position in the batch
   int32_t distinct;  // distinct id
@@ -260,17 +260,17 @@ struct Sorted {
 };
 
 // The place of the row of a distinct id, or its slot.
-__device__ __forceinline__ uint32_t source_of(const Sorted& s, uint32_t place) {
+__device__ __forceinline__ uint32_t source_of(const SortedEntry& s, uint32_t place) {
   return s.repeats ? kSlotBit | static_cast<uint32_t>(s.slot) : place;
 }
 
 // Writes the data of an id from its first position, except for its last core and its source.
 template <typename Number>
 __device__ __forceinline__ void write_first(const IndexInput& in, const Index& index,
-                                            const Sorted& s, const KeyParts<Number>& parts,
+                                            const SortedEntry& s, const KeyParts<Number>& parts,
                                             float factor) {
   if (index.factors != nullptr) index.factors[s.distinct] = s.repeats ? 1.0f : factor;
-  const TableView& table = in.tables[parts.table];
+  const TableCuda& table = in.tables[parts.table];
   if (s.repeats && index.slot_dims != nullptr) index.slot_dims[s.slot] = table.dim;
   if (s.first_of_prefix) {
     const Number middle = divided(parts.prefix, table.heads, table.heads_inverse);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void write_first(const IndexInput& in, const Index& i
 
 template <typename Number>
 __device__ __forceinline__ void write_sorted(const IndexInput& in, const Index& index,
-                                             const Sorted& s, const KeyParts<Number>& parts,
+                                             const SortedEntry& s, const KeyParts<Number>& parts,
                                              uint32_t place, float factor) {
   index.distinct_of[s.position] = s.distinct;
   index.places[s.at] = place;
@@ -312,11 +312,11 @@ __device__ __forceinline__ void write_counts(const IndexInput& in, const Index& 
 
 void index_small(const IndexInput& in, const Index& index, cudaStream_t stream);
 // Whether one launch sorts the batch although the batch is not small.
-bool is_medium(const Plan& plan, const Batch& batch);
-size_t medium_scratch_bytes(const Plan& plan, const Batch& batch);
+bool is_medium(const Plan& plan, const BatchCuda& batch);
+size_t medium_scratch_bytes(const Plan& plan, const BatchCuda& batch);
 void index_medium(const Plan& plan, const IndexInput& in, const Index& index, void* scratch,
                   cudaStream_t stream);
-size_t large_scratch_bytes(const Plan& plan, const Batch& batch);
+size_t large_scratch_bytes(const Plan& plan, const BatchCuda& batch);
 void index_large(const IndexInput& in, const Index& index, void* scratch, cudaStream_t stream);
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -25,7 +25,7 @@ template <typename Key>
 constexpr bool kOwnSort = sizeof(Key) == 4;
 
 template <typename Key>
-struct Scratch {
+struct LargeIndexScratch {
   Key* keys;
   Key* sorted_keys;
   int32_t* positions;  // null if not needed
@@ -48,36 +48,37 @@ int sort_bits(uint64_t num_keys) {
 int64_t tiles_of(int64_t n) { return (n + kTile - 1) / kTile; }
 
 template <typename Key>
-size_t carve(uint64_t num_keys, int64_t n, bool scaled, void* memory, Scratch<Key>* scratch) {
-  Carver carver{static_cast<char*>(memory)};
-  scratch->places = carver.take<uint32_t>(n);
-  scratch->factors = scaled ? carver.take<float>(n) : nullptr;
-  scratch->tiles = carver.take<TileState>(tiles_of(n));
-  scratch->ticket = carver.take<uint32_t>(1);
+size_t allocate(uint64_t num_keys, int64_t n, bool scaled, void* memory,
+                LargeIndexScratch<Key>* scratch) {
+  BufferAllocator allocator{static_cast<char*>(memory)};
+  scratch->places = allocator.take<uint32_t>(n);
+  scratch->factors = scaled ? allocator.take<float>(n) : nullptr;
+  scratch->tiles = allocator.take<TileState>(tiles_of(n));
+  scratch->ticket = allocator.take<uint32_t>(1);
   if constexpr (kOwnSort<Key>) {
-    scratch->sort = carve_radix_sort(carver, n, sort_bits(num_keys));
+    scratch->sort = allocate_radix_sort(allocator, n, sort_bits(num_keys));
     const int last = scratch->sort.last();
     scratch->keys = scratch->sort.keys[0];
     scratch->sorted_keys = scratch->sort.keys[last];
     scratch->positions = nullptr;
     scratch->sorted_positions = scratch->sort.positions[last];
   } else {
-    scratch->keys = carver.take<Key>(n);
-    scratch->sorted_keys = carver.take<Key>(n);
-    scratch->positions = carver.take<int32_t>(n);
-    scratch->sorted_positions = carver.take<int32_t>(n);
+    scratch->keys = allocator.take<Key>(n);
+    scratch->sorted_keys = allocator.take<Key>(n);
+    scratch->positions = allocator.take<int32_t>(n);
+    scratch->sorted_positions = allocator.take<int32_t>(n);
     scratch->library_bytes = 0;
     HKV_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(
         nullptr, scratch->library_bytes, scratch->keys, scratch->sorted_keys, scratch->positions,
         scratch->sorted_positions, static_cast<int>(n), 0, sort_bits(num_keys)));
-    scratch->library_sort = carver.take<char>(static_cast<int64_t>(scratch->library_bytes));
+    scratch->library_sort = allocator.take<char>(static_cast<int64_t>(scratch->library_bytes));
   }
-  return carver.used;
+  return allocator.used;
 }
 
 // Finds the bags of a tile of positions, in shared memory: marks the begins of bags in the tile,
 // and propagates the marks.
-__device__ __forceinline__ void find_bags(const Batch& batch, int64_t begin, int64_t end,
+__device__ __forceinline__ void find_bags(const BatchCuda& batch, int64_t begin, int64_t end,
                                           int32_t (&bags)[kTile], int32_t (&warp_bags)[kWarps]) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int64_t* const offsets = batch.offsets;
@@ -101,34 +102,34 @@ __device__ __forceinline__ void find_bags(const Batch& batch, int64_t begin, int
     }
     if (__syncthreads_and(start < end) == 0) break;
   }
-  int4* const mine = reinterpret_cast<int4*>(bags) + thread;
+  int4* const thread_bags = reinterpret_cast<int4*>(bags) + thread;
   static_assert(kItems == 4);
-  int4 four = *mine;
+  int4 four = *thread_bags;
   four.y = max(four.x, four.y);
   four.z = max(four.y, four.z);
   four.w = max(four.z, four.w);
   int32_t largest = four.w;
-  largest = inclusive_scan(largest, Largest());
+  largest = inclusive_scan(largest, Max());
   if (lane == 31) warp_bags[warp] = largest;
   int32_t before = __shfl_up_sync(kAllLanes, largest, 1);
   before = max(lane > 0 ? before : 0, first);
   __syncthreads();
   for (int w = 0; w < warp; ++w) before = max(before, warp_bags[w]);
-  *mine =
+  *thread_bags =
       make_int4(max(before, four.x), max(before, four.y), max(before, four.z), max(before, four.w));
   __syncthreads();
 }
 
 template <typename Key>
 __global__ void __launch_bounds__(kThreads)
-    make_keys(IndexInput in, Scratch<Key> scratch, int64_t num_tiles) {
+    make_keys(IndexInput in, LargeIndexScratch<Key> scratch, int64_t num_tiles) {
   __shared__ __align__(16) int32_t bags[kTile];
   __shared__ int32_t warp_bags[kWarps];
-  __shared__ uint32_t digits[kOwnSort<Key> ? kMostPasses * kRadix : 1];
+  __shared__ uint32_t digits[kOwnSort<Key> ? kMaxPasses * kRadix : 1];
   if constexpr (kOwnSort<Key>) {
-    for (int i = threadIdx.x; i < kMostPasses * kRadix; i += kThreads) digits[i] = 0;
+    for (int i = threadIdx.x; i < kMaxPasses * kRadix; i += kThreads) digits[i] = 0;
   }
-  enter_chain();
+  begin_dependent_kernel();
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (thread < num_tiles) scratch.tiles[thread] = {0, 0};
   if (thread == 0) *scratch.ticket = 0;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t at = begin + within;
     if (at >= n) break;
     const int64_t bag = bags[within];
-    const Place place = place_of(in, at, bag);
+    const RowPosition place = place_of(in, at, bag);
     const auto key = static_cast<Key>(key_of(in, ids[k], bag));
     scratch.keys[at] = key;
     if constexpr (kOwnSort<Key>) {
@@ -177,14 +178,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
-    find_distinct(IndexInput in, Index index, Scratch<Key> scratch) {
+    find_distinct(IndexInput in, Index index, LargeIndexScratch<Key> scratch) {
   __shared__ uint32_t ticket;
   __shared__ uint32_t of_warps[kWarps];
-  __shared__ Begins earlier;  // counts of earlier tiles
+  __shared__ BeginCounts earlier;  // counts of earlier tiles
   // Collects the distinct ids of each warp, for contiguous writes to memory.
   __shared__ int32_t lasts[kWarps][32 * kItems];
   __shared__ uint32_t sources[kWarps][32 * kItems];
-  enter_chain();
+  begin_dependent_kernel();
   if (threadIdx.x == 0) ticket = atomicAdd(scratch.ticket, 1u);
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -205,31 +206,31 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
     places[k] = exists ? scratch.places[positions[k]] : 0;
     factors[k] = exists && scratch.factors != nullptr ? scratch.factors[positions[k]] : 1.0f;
   }
-  const Firsts<Key> firsts(in, sorted, outside);
-  const uint32_t mine = firsts.packed();
-  const uint32_t sum = inclusive_scan(mine);
+  const FirstFlags<Key> firsts(in, sorted, outside);
+  const uint32_t packed_firsts = firsts.packed();
+  const uint32_t sum = inclusive_scan(packed_firsts);
   if (lane == 31) of_warps[warp] = sum;
   __syncthreads();
   if (warp == 0) {
-    Begins own;
+    BeginCounts block_counts;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) own.add(unpacked(of_warps[w]));
-    const TileState before =
-        sums_before(scratch.tiles, tile,
-                    {static_cast<unsigned long long>(own.prefixes) << 31 | own.ids,
-                     static_cast<unsigned long long>(own.slots)});
+    for (int w = 0; w < kWarps; ++w) block_counts.add(unpacked(of_warps[w]));
+    const TileState before = sums_before(
+        scratch.tiles, tile,
+        {static_cast<unsigned long long>(block_counts.prefixes) << 31 | block_counts.ids,
+         static_cast<unsigned long long>(block_counts.slots)});
     if (lane == 0) {
       earlier.ids = static_cast<int32_t>(before.ids & 0x7fffffffu);
       earlier.prefixes = static_cast<int32_t>(before.ids >> 31);
       earlier.slots = static_cast<int32_t>(before.slots);
       if ((tile + 1) * kTile >= n) {
-        write_counts(in, index, earlier.ids + own.ids, earlier.prefixes + own.prefixes,
-                     earlier.slots + own.slots);
+        write_counts(in, index, earlier.ids + block_counts.ids,
+                     earlier.prefixes + block_counts.prefixes, earlier.slots + block_counts.slots);
       }
     }
   }
   __syncthreads();
-  Begins before = unpacked(sum - mine);
+  BeginCounts before = unpacked(sum - packed_firsts);
   before.add(earlier);
   for (int w = 0; w < warp; ++w) before.add(unpacked(of_warps[w]));
 
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
       if (positions[k] >= 0) index.distinct_of[positions[k]] = -1;
       continue;
     }
-    Sorted s = {};
+    SortedEntry s = {};
     s.first = firsts.ids >> k & 1;
     s.first_of_prefix = firsts.prefixes >> k & 1;
     s.repeats = firsts.repeats >> k & 1;
@@ -276,12 +277,12 @@ __global__ void __launch_bounds__(kThreads, kFindBlocks<Key>)
 template <typename Key>
 void run(const IndexInput& in, const Index& index, void* memory, cudaStream_t stream) {
   const int64_t n = in.batch.num_ids;
-  Scratch<Key> scratch;
-  carve<Key>(in.num_keys, n, is_scaled(in.batch), memory, &scratch);
+  LargeIndexScratch<Key> scratch;
+  allocate<Key>(in.num_keys, n, is_scaled(in.batch), memory, &scratch);
   const int64_t num_tiles = tiles_of(n);
   const auto blocks = static_cast<unsigned>((n + kTile - 1) / kTile);
   if constexpr (kOwnSort<Key>) begin_radix_sort(scratch.sort, stream);
-  launch_chained(make_keys<Key>, {dim3(blocks), kThreads}, stream, in, scratch, num_tiles);
+  launch_dependent(make_keys<Key>, {dim3(blocks), kThreads}, stream, in, scratch, num_tiles);
   if constexpr (kOwnSort<Key>) {
     radix_sort(scratch.sort, n, stream);
   } else {
@@ -290,21 +291,21 @@ void run(const IndexInput& in, const Index& index, void* memory, cudaStream_t st
         scratch.positions, scratch.sorted_positions, static_cast<int>(n), 0, sort_bits(in.num_keys),
         stream));
   }
-  launch_chained(find_distinct<Key>, {dim3(blocks), kThreads}, stream, in, index, scratch);
+  launch_dependent(find_distinct<Key>, {dim3(blocks), kThreads}, stream, in, index, scratch);
 }
 
-bool narrow(uint64_t num_keys, int64_t n) { return num_keys <= 0xffffffffull && n < kMostSorted; }
+bool narrow(uint64_t num_keys, int64_t n) { return num_keys <= 0xffffffffull && n < kMaxSorted; }
 
 }  // namespace
 
-size_t large_scratch_bytes(const Plan& plan, const Batch& batch) {
+size_t large_scratch_bytes(const Plan& plan, const BatchCuda& batch) {
   const bool scaled = is_scaled(batch);
   if (narrow(plan.num_keys, batch.num_ids)) {
-    Scratch<uint32_t> scratch;
-    return carve<uint32_t>(plan.num_keys, batch.num_ids, scaled, nullptr, &scratch);
+    LargeIndexScratch<uint32_t> scratch;
+    return allocate<uint32_t>(plan.num_keys, batch.num_ids, scaled, nullptr, &scratch);
   }
-  Scratch<uint64_t> scratch;
-  return carve<uint64_t>(plan.num_keys, batch.num_ids, scaled, nullptr, &scratch);
+  LargeIndexScratch<uint64_t> scratch;
+  return allocate<uint64_t>(plan.num_keys, batch.num_ids, scaled, nullptr, &scratch);
 }
 
 void index_large(const IndexInput& in, const Index& index, void* scratch, cudaStream_t stream) {

@@ -14,10 +14,10 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kMostThreads = 1024;
+constexpr int kMaxThreads = 1024;
 
 // Data that blocks exchange. Reads bypass L1, which is not coherent.
-struct Exchange {
+struct BlockExchange {
   uint64_t* pairs[2];  // [n] key << 32 | position, for this pass and the next
   int32_t* counts;     // [digits][stride] counts of blocks
   int32_t* heads;      // [3][stride] distinct ids, prefixes and slots that begin in each block
@@ -26,15 +26,15 @@ struct Exchange {
   int32_t stride;      // number of blocks, rounded up to a multiple of 4
 };
 
-size_t carve(const Plan& plan, const Batch& batch, void* memory, Exchange* exchange) {
-  Carver carver{static_cast<char*>(memory)};
+size_t allocate(const Plan& plan, const BatchCuda& batch, void* memory, BlockExchange* exchange) {
+  BufferAllocator allocator{static_cast<char*>(memory)};
   exchange->stride = (plan.multiprocessors + 3) / 4 * 4;
-  for (uint64_t*& pairs : exchange->pairs) pairs = carver.take<uint64_t>(batch.num_ids);
-  exchange->counts = carver.take<int32_t>(kDigits * exchange->stride);
-  exchange->heads = carver.take<int32_t>(3 * exchange->stride);
-  exchange->places = carver.take<uint32_t>(batch.num_ids);
-  exchange->factors = is_scaled(batch) ? carver.take<float>(batch.num_ids) : nullptr;
-  return carver.used;
+  for (uint64_t*& pairs : exchange->pairs) pairs = allocator.take<uint64_t>(batch.num_ids);
+  exchange->counts = allocator.take<int32_t>(kDigits * exchange->stride);
+  exchange->heads = allocator.take<int32_t>(3 * exchange->stride);
+  exchange->places = allocator.take<uint32_t>(batch.num_ids);
+  exchange->factors = is_scaled(batch) ? allocator.take<float>(batch.num_ids) : nullptr;
+  return allocator.used;
 }
 
 struct Shared {
@@ -43,17 +43,17 @@ struct Shared {
   int32_t earlier[kDigits];  // counts of earlier blocks
   int32_t starts[kDigits];   // first place of this block's ids with each digit
   int32_t warp_sums[kDigits / 32];
-  int32_t warp_heads[3][kMostWarps];
+  int32_t warp_heads[3][kMaxWarps];
   int32_t heads_before[3];
   int32_t heads_all[3];
 };
 
-struct Item {
+struct MediumSortItem {
   uint32_t key;
   int32_t position;
 };
 
-__device__ __forceinline__ Item item_of(uint64_t pair) {
+__device__ __forceinline__ MediumSortItem item_of(uint64_t pair) {
   return {static_cast<uint32_t>(pair >> 32), static_cast<int32_t>(static_cast<uint32_t>(pair))};
 }
 
@@ -84,8 +84,8 @@ __device__ __forceinline__ void sum_blocks(const int32_t* row, int blocks, int* 
 // One pass, which sorts by 8 bits of the key and is stable. Item `at` of the order belongs to
 // thread at % per of block at / per. here: whether the item exists.
 __device__ __forceinline__ void sort_pass(cg::grid_group& grid, Shared& shared,
-                                          const Exchange& exchange, uint64_t* to, int shift, int at,
-                                          bool here, Item& item) {
+                                          const BlockExchange& exchange, uint64_t* to, int shift,
+                                          int at, bool here, MediumSortItem& item) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int blocks = gridDim.x;
   const uint32_t digit = item.key >> shift & (kDigits - 1);
@@ -126,10 +126,10 @@ __device__ __forceinline__ void sort_pass(cg::grid_group& grid, Shared& shared,
 }
 
 // blockDim.x: a multiple of 128, at least kDigits.
-__global__ void __launch_bounds__(kMostThreads, 1)
-    index_grid(IndexInput in, Index index, Exchange exchange, int per, int bits) {
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    index_grid(IndexInput in, Index index, BlockExchange exchange, int per, int bits) {
   __shared__ Shared shared;
-  enter_chain();
+  begin_dependent_kernel();
   cg::grid_group grid = cg::this_grid();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int block = blockIdx.x, blocks = gridDim.x;
@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const bool here = thread < per && at < n;
   const auto outside = static_cast<uint32_t>(in.num_keys);
   clear_on_the_way(in);
-  Item item = {0xffffffffu, at};
+  MediumSortItem item = {0xffffffffu, at};
   if (here) {
     const int64_t bag = bag_between(in.batch.offsets, 0, in.batch.num_bags(), at);
-    const Place place = place_of(in, at, bag);
+    const RowPosition place = place_of(in, at, bag);
     item.key = static_cast<uint32_t>(key_of(in, in.batch.ids[at], bag));
     exchange.places[at] = place.row;
     if (exchange.factors != nullptr) exchange.factors[at] = place.factor;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const uint32_t previous = here && at > 0 ? item_of(read_pair(sorted + at - 1)).key : outside;
   const uint32_t next = here && at + 1 < n ? item_of(read_pair(sorted + at + 1)).key : outside;
   KeyParts<uint32_t> parts = {-1, 0, 0};
-  Sorted s = {};
+  SortedEntry s = {};
   if (inside) {
     parts = parts_of(in, item.key);
     s.first = at == 0 || item.key != previous;
@@ -213,20 +213,20 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
 }  // namespace
 
-bool is_medium(const Plan& plan, const Batch& batch) {
+bool is_medium(const Plan& plan, const BatchCuda& batch) {
   return plan.cooperative && !is_small(plan, batch) && plan.num_keys < 0xffffffffu &&
-         batch.num_ids <= static_cast<int64_t>(plan.multiprocessors) * kMostThreads;
+         batch.num_ids <= static_cast<int64_t>(plan.multiprocessors) * kMaxThreads;
 }
 
-size_t medium_scratch_bytes(const Plan& plan, const Batch& batch) {
-  Exchange exchange;
-  return carve(plan, batch, nullptr, &exchange);
+size_t medium_scratch_bytes(const Plan& plan, const BatchCuda& batch) {
+  BlockExchange exchange;
+  return allocate(plan, batch, nullptr, &exchange);
 }
 
 void index_medium(const Plan& plan, const IndexInput& in, const Index& index, void* scratch,
                   cudaStream_t stream) {
-  Exchange exchange;
-  carve(plan, in.batch, scratch, &exchange);
+  BlockExchange exchange;
+  allocate(plan, in.batch, scratch, &exchange);
   const int n = static_cast<int>(in.batch.num_ids);
   const int per = (n + plan.multiprocessors - 1) / plan.multiprocessors;
   const int threads = max(kDigits, (per + 127) / 128 * 128);
@@ -234,7 +234,7 @@ void index_medium(const Plan& plan, const IndexInput& in, const Index& index, vo
   while ((uint64_t{1} << bits) <= in.num_keys) ++bits;
   LaunchShape shape = {dim3(static_cast<unsigned>((n + per - 1) / per)), threads};
   shape.together = true;
-  launch_chained(index_grid, shape, stream, in, index, exchange, per, bits);
+  launch_dependent(index_grid, shape, stream, in, index, exchange, per, bits);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

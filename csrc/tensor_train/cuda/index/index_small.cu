@@ -17,13 +17,13 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kBlocks = 16;
-constexpr int kMostThreads = 1024;
-constexpr int kMostBucket = 128;    // most items of a bucket that is sorted by comparison
-constexpr int kMostOffsets = 4096;  // most offsets that a block keeps in shared memory
-static_assert(kBlocks * kMostThreads == kSmallBatch);
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxBucket = 128;    // most items of a bucket that is sorted by comparison
+constexpr int kMaxOffsets = 4096;  // most offsets that a block keeps in shared memory
+static_assert(kBlocks * kMaxThreads == kSmallBatch);
 
 struct Shared {
-  uint64_t pairs[2][kMostThreads];  // key << 32 | position, for this pass and the next
+  uint64_t pairs[2][kMaxThreads];  // key << 32 | position, for this pass and the next
   BlockDigits digits;
   int32_t buckets[kDigits];  // number of this block's items in each bucket
   int32_t starts[kDigits];   // first place of this block's ids with each digit
@@ -33,15 +33,15 @@ struct Shared {
   int32_t heads[3];         // distinct ids, prefixes and slots that begin in this block
   int32_t heads_before[3];  // the same for earlier blocks
   int32_t heads_all[3];     // the same for all blocks
-  int32_t warp_heads[3][kMostWarps];
-  int32_t offsets[kMostOffsets + 1];
-  uint64_t window[kMostThreads + 2 * kMostBucket];  // places of this block and those around it
+  int32_t warp_heads[3][kMaxWarps];
+  int32_t offsets[kMaxOffsets + 1];
+  uint64_t window[kMaxThreads + 2 * kMaxBucket];  // places of this block and those around it
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // A thread's id during the sort.
-struct Item {
+struct SmallSortItem {
   uint32_t key;
   int32_t position;
 };
@@ -78,7 +78,7 @@ __device__ bool place_digits(cg::cluster_group& cluster, Shared& shared, int32_t
 // Moves items to the places of their digits in pairs[pass]. rank: number of earlier items of this
 // block with the digit.
 __device__ void move_items(cg::cluster_group& cluster, Shared& shared, int pass, uint32_t digit,
-                           int rank, int per, bool here, const Item& item) {
+                           int rank, int per, bool here, const SmallSortItem& item) {
   if (here) {
     const int to = shared.starts[digit] + rank;
     const int to_block = to / per;
@@ -88,21 +88,21 @@ __device__ void move_items(cg::cluster_group& cluster, Shared& shared, int pass,
   cluster.sync();
 }
 
-__device__ __forceinline__ Item item_of(uint64_t pair) {
+__device__ __forceinline__ SmallSortItem item_of(uint64_t pair) {
   return {static_cast<uint32_t>(pair >> 32), static_cast<int32_t>(static_cast<uint32_t>(pair))};
 }
 
 // Sorts the items of each bucket from pairs[0] into pairs[1], by comparing each with all items of
-// its bucket, at most kMostBucket.
+// its bucket, at most kMaxBucket.
 __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int per, int n,
                               uint32_t scale, bool here) {
   const int block = static_cast<int>(cluster.block_rank());
   const int thread = threadIdx.x;
-  const int first = block * per - kMostBucket;  // first place of the window
-  uint64_t mine = 0;
-  if (here) mine = shared.window[kMostBucket + thread] = shared.pairs[0][thread];
-  if (thread < 2 * kMostBucket) {
-    const int at = thread < kMostBucket ? thread : thread + per;
+  const int first = block * per - kMaxBucket;  // first place of the window
+  uint64_t thread_pair = 0;
+  if (here) thread_pair = shared.window[kMaxBucket + thread] = shared.pairs[0][thread];
+  if (thread < 2 * kMaxBucket) {
+    const int at = thread < kMaxBucket ? thread : thread + per;
     const int place = first + at;
     if (place >= 0 && place < n) {
       const int of = place / per;
@@ -111,14 +111,15 @@ __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int pe
   }
   __syncthreads();
   if (here) {
-    const uint32_t bucket = __umulhi(item_of(mine).key, scale);
+    const uint32_t bucket = __umulhi(item_of(thread_pair).key, scale);
     const int start = shared.firsts[bucket], size = shared.sizes[bucket];
     int smaller = 0;
 #pragma unroll 8
-    for (int i = 0; i < size; ++i) smaller += shared.window[start - first + i] < mine ? 1 : 0;
+    for (int i = 0; i < size; ++i)
+      smaller += shared.window[start - first + i] < thread_pair ? 1 : 0;
     const int to = start + smaller;
     const int to_block = to / per;
-    cluster.map_shared_rank(&shared.pairs[1][0], to_block)[to - to_block * per] = mine;
+    cluster.map_shared_rank(&shared.pairs[1][0], to_block)[to - to_block * per] = thread_pair;
   }
   cluster.sync();
 }
@@ -127,15 +128,15 @@ __device__ void order_buckets(cg::cluster_group& cluster, Shared& shared, int pe
 // to thread at % per of block at / per. here: whether the item exists. bits: number of bits of the
 // keys. scale: 2^40 / number of keys, or 0. Returns the index of the sorted pairs.
 __device__ int sort_items(cg::cluster_group& cluster, Shared& shared, int per, int n, int bits,
-                          uint32_t scale, bool here, Item& item) {
-  static_assert(2 * kMostBucket <= kDigits);
+                          uint32_t scale, bool here, SmallSortItem& item) {
+  static_assert(2 * kMaxBucket <= kDigits);
   BlockDigits& digits = shared.digits;
   if (scale != 0) {
     // Items arrive in any order and are sorted afterwards.
     const uint32_t bucket = here ? __umulhi(item.key, scale) : 0;
     const int rank = here ? atomicAdd(shared.buckets + bucket, 1) : 0;
     cluster.sync();
-    if (!place_digits(cluster, shared, shared.buckets, kMostBucket)) {
+    if (!place_digits(cluster, shared, shared.buckets, kMaxBucket)) {
       move_items(cluster, shared, 0, bucket, rank, per, here, item);
       order_buckets(cluster, shared, per, n, scale, here);
       if (here) item = item_of(shared.pairs[1][threadIdx.x]);
@@ -169,7 +170,8 @@ __device__ __forceinline__ uint32_t key_at(cg::cluster_group& cluster, Shared& s
 }
 
 __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, const IndexInput& in,
-                                const Index& index, int pass, int per, bool here, Item item) {
+                                const Index& index, int pass, int per, bool here,
+                                SmallSortItem item) {
   const int block = static_cast<int>(cluster.block_rank());
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int warps = blockDim.x / 32;
@@ -182,7 +184,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   const uint32_t next =
       here && at + 1 < n ? key_at(cluster, shared, pass, per, thread + 1) : outside;
   KeyParts<uint32_t> parts = {-1, 0, 0};
-  Sorted s = {};
+  SortedEntry s = {};
   if (inside) {
     parts = parts_of(in, item.key);
     s.first = at == 0 || item.key != previous;
@@ -209,7 +211,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
   int64_t bag = 0;
   if (here && in.batch.pooled) {
     const int64_t num_bags = in.batch.num_bags();
-    if (num_bags <= kMostOffsets) {
+    if (num_bags <= kMaxOffsets) {
       int32_t low = 0, high = static_cast<int32_t>(num_bags);
       while (high - low > 1) {
         const int32_t middle = (low + high) >> 1;
@@ -224,7 +226,7 @@ __device__ void number_distinct(cg::cluster_group& cluster, Shared& shared, cons
       bag = bag_between(in.batch.offsets, 0, num_bags, item.position);
     }
   }
-  const Place place = here ? place_of(in, item.position, bag) : Place{0, 0.0f};
+  const RowPosition place = here ? place_of(in, item.position, bag) : RowPosition{0, 0.0f};
   __syncwarp();
   cluster.barrier_wait();
   if (warp < 3) {  // numbers of all blocks, and of earlier blocks
@@ -263,16 +265,16 @@ __device__ __forceinline__ void fetch_inputs(const IndexInput& in, int at, bool 
     fetch(in.batch.feature_tables);
     fetch(in.batch.feature_columns);
   }
-  if (kStep * threadIdx.x < sizeof(TableView)) {
+  if (kStep * threadIdx.x < sizeof(TableCuda)) {
     fetch(reinterpret_cast<const char*>(in.tables) + kStep * threadIdx.x);
   }
 }
 
 #endif
 
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMaxThreads)
     index_cluster(IndexInput in, Index index, int per, int bits, uint32_t scale) {
-  enter_chain();
+  begin_dependent_kernel();
 #if __CUDA_ARCH__ >= 900
   extern __shared__ char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(kMostThreads)
   const int at = static_cast<int>(cluster.block_rank()) * per + thread;
   const bool here = thread < per && at < n;
   const int64_t num_bags = in.batch.num_bags();
-  const bool keeps = num_bags <= kMostOffsets;
+  const bool keeps = num_bags <= kMaxOffsets;
   fetch_inputs(in, at, here);
   if (keeps) {
     for (int i = thread; i <= num_bags; i += blockDim.x) {
@@ -292,7 +294,7 @@ __global__ void __launch_bounds__(kMostThreads)
   clear_on_the_way(in);
   if (thread < kDigits) shared.buckets[thread] = 0;
   __syncthreads();
-  Item item = {0xffffffffu, at};
+  SmallSortItem item = {0xffffffffu, at};
   if (here) {
     int64_t bag;
     if (in.batch.num_features == 1) {
@@ -329,8 +331,8 @@ void index_small(const IndexInput& in, const Index& index, cudaStream_t stream) 
   int bits = 1;
   while ((uint64_t{1} << bits) <= in.num_keys) ++bits;
   const uint64_t scale = (uint64_t{1} << 40) / (in.num_keys + 1);
-  launch_chained(index_cluster, {dim3(kBlocks), threads, sizeof(Shared), kBlocks}, stream, in,
-                 index, per, bits, scale <= 0xffffffffu ? static_cast<uint32_t>(scale) : 0u);
+  launch_dependent(index_cluster, {dim3(kBlocks), threads, sizeof(Shared), kBlocks}, stream, in,
+                   index, per, bits, scale <= 0xffffffffu ? static_cast<uint32_t>(scale) : 0u);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

@@ -16,16 +16,17 @@ constexpr int kAhead = 8;  // predecessors that are read at once
 static_assert(kRadix == kDigits && kThreads >= kRadix);
 
 // Kinds of states, in the upper two bits.
-constexpr uint32_t kOwnCount = 1u << 30;    // counts keys of this tile
-constexpr uint32_t kTotalCount = 2u << 30;  // counts keys of this and all earlier tiles
-constexpr uint32_t kCount = kOwnCount - 1;
+constexpr uint32_t kAggregate = 1u << 30;        // counts keys of this tile
+constexpr uint32_t kInclusivePrefix = 2u << 30;  // counts keys of this and all earlier tiles
+constexpr uint32_t kCount = kAggregate - 1;
 
 struct Shared {
   uint32_t keys[kTile];
   int32_t positions[kTile];
-  uint16_t of_warps[kWarps][kRadix];  // keys of a digit in each warp, later in all warps before it
-  uint32_t starts[kRadix];            // first place of a digit in the tile
-  uint32_t to[kRadix];                // first place of a digit in memory, minus `starts`
+  uint16_t warp_digits[kWarps]
+                      [kRadix];  // keys of a digit in each warp, later in all warps before it
+  uint32_t starts[kRadix];       // first place of a digit in the tile
+  uint32_t to[kRadix];           // first place of a digit in memory, minus `starts`
   uint32_t warp_sums[2][kRadix / 32];
   int32_t tile;
 };
@@ -41,23 +42,23 @@ __device__ __forceinline__ uint32_t count_before(const uint32_t* states, int64_t
     uint32_t ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      ahead[i] = end - 1 - i >= 0 ? read_state(states + (end - 1 - i) * kRadix) : kTotalCount;
+      ahead[i] = end - 1 - i >= 0 ? read_state(states + (end - 1 - i) * kRadix) : kInclusivePrefix;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       uint32_t state = ahead[i];
-      while (state < kOwnCount) state = read_state(states + (end - 1 - i) * kRadix);
+      while (state < kAggregate) state = read_state(states + (end - 1 - i) * kRadix);
       sum += state & kCount;
-      if (state >= kTotalCount) return sum;
+      if (state >= kInclusivePrefix) return sum;
     }
   }
   return sum;
 }
 
-__global__ void __launch_bounds__(kRadix* kMostPasses) clear_counts(RadixSort sort) {
-  enter_chain();
+__global__ void __launch_bounds__(kRadix* kMaxPasses) clear_counts(RadixSort sort) {
+  begin_dependent_kernel();
   sort.counts[threadIdx.x] = 0;
-  if (threadIdx.x < kMostPasses) sort.tickets[threadIdx.x] = 0;
+  if (threadIdx.x < kMaxPasses) sort.tickets[threadIdx.x] = 0;
 }
 
 // One pass, of the digit from bit `shift` on.
@@ -80,9 +81,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   for (int i = thread; i < kWarps * kRadix / 2; i += kThreads) {
-    reinterpret_cast<uint32_t*>(shared.of_warps)[i] = 0;
+    reinterpret_cast<uint32_t*>(shared.warp_digits)[i] = 0;
   }
-  enter_chain();
+  begin_dependent_kernel();
   if (thread == 0) shared.tile = static_cast<int32_t>(atomicAdd(pass.ticket, 1u));
   const uint32_t in_all = thread < kRadix ? pass.counts[thread] : 0;
   __syncthreads();
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
     keys[i] = at < here ? pass.keys[first + at] : 0xffffffffu;
     if (!kFirst) positions[i] = at < here ? pass.positions[first + at] : 0;
   }
-  uint16_t* const mine = shared.of_warps[warp];
+  uint16_t* const warp_counts = shared.warp_digits[warp];
   uint16_t ranks[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -113,29 +114,29 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
       same &= (digit >> bit & 1) ? set : ~set;
     }
     const int before = __popc(same & ((1u << lane) - 1));
-    const int earlier = mine[digit];
+    const int earlier = warp_counts[digit];
     ranks[i] = static_cast<uint16_t>(earlier + before);
     __syncwarp();
-    if (exists && before == 0) mine[digit] = static_cast<uint16_t>(earlier + __popc(same));
+    if (exists && before == 0) warp_counts[digit] = static_cast<uint16_t>(earlier + __popc(same));
     __syncwarp();
   }
   __syncthreads();
-  uint32_t own = 0;
+  uint32_t digit_count = 0;
   uint32_t* const states = pass.states + thread;
   if (thread < kRadix) {
     uint16_t counts[kWarps];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) counts[w] = shared.of_warps[w][thread];
+    for (int w = 0; w < kWarps; ++w) counts[w] = shared.warp_digits[w][thread];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      shared.of_warps[w][thread] = static_cast<uint16_t>(own);
-      own += counts[w];
+      shared.warp_digits[w][thread] = static_cast<uint16_t>(digit_count);
+      digit_count += counts[w];
     }
     *const_cast<volatile uint32_t*>(states + tile * kRadix) =
-        (tile == 0 ? kTotalCount : kOwnCount) | own;
-    const int32_t sum = inclusive_scan(static_cast<int32_t>(own));
+        (tile == 0 ? kInclusivePrefix : kAggregate) | digit_count;
+    const int32_t sum = inclusive_scan(static_cast<int32_t>(digit_count));
     const int32_t sum_all = inclusive_scan(static_cast<int32_t>(in_all));
-    shared.starts[thread] = static_cast<uint32_t>(sum) - own;
+    shared.starts[thread] = static_cast<uint32_t>(sum) - digit_count;
     shared.to[thread] = static_cast<uint32_t>(sum_all) - in_all;
     if (lane == 31) {
       shared.warp_sums[0][warp] = static_cast<uint32_t>(sum);
@@ -158,14 +159,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
     const int at = (warp * kItems + i) * 32 + lane;
     if (at >= here) break;
     const uint32_t digit = keys[i] >> shift & (kRadix - 1);
-    const uint32_t place = shared.starts[digit] + mine[digit] + ranks[i];
+    const uint32_t place = shared.starts[digit] + warp_counts[digit] + ranks[i];
     shared.keys[place] = keys[i];
     shared.positions[place] = kFirst ? static_cast<int32_t>(first) + at : positions[i];
   }
   if (thread < kRadix) {
     const uint32_t before = count_before(states, tile);
     if (tile > 0) {
-      *const_cast<volatile uint32_t*>(states + tile * kRadix) = kTotalCount | (before + own);
+      *const_cast<volatile uint32_t*>(states + tile * kRadix) =
+          kInclusivePrefix | (before + digit_count);
     }
     shared.to[thread] += before;
   }
@@ -183,20 +185,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sort_pass(Pass pass) {
 
 }  // namespace
 
-RadixSort carve_radix_sort(Carver& carver, int64_t n, int bits) {
+RadixSort allocate_radix_sort(BufferAllocator& allocator, int64_t n, int bits) {
   RadixSort sort;
   sort.passes = (bits + 7) / 8;
   sort.num_tiles = (n + kTile - 1) / kTile;
-  sort.counts = carver.take<uint32_t>(kMostPasses * kRadix);
-  sort.tickets = carver.take<uint32_t>(kMostPasses);
-  sort.states = carver.take<uint32_t>(sort.passes * sort.num_tiles * kRadix);
-  for (uint32_t*& keys : sort.keys) keys = carver.take<uint32_t>(n);
-  for (int32_t*& positions : sort.positions) positions = carver.take<int32_t>(n);
+  sort.counts = allocator.take<uint32_t>(kMaxPasses * kRadix);
+  sort.tickets = allocator.take<uint32_t>(kMaxPasses);
+  sort.states = allocator.take<uint32_t>(sort.passes * sort.num_tiles * kRadix);
+  for (uint32_t*& keys : sort.keys) keys = allocator.take<uint32_t>(n);
+  for (int32_t*& positions : sort.positions) positions = allocator.take<int32_t>(n);
   return sort;
 }
 
 void begin_radix_sort(const RadixSort& sort, cudaStream_t stream) {
-  launch_chained(clear_counts, {dim3(1), kRadix * kMostPasses}, stream, sort);
+  launch_dependent(clear_counts, {dim3(1), kRadix * kMaxPasses}, stream, sort);
 }
 
 void radix_sort(const RadixSort& sort, int64_t n, cudaStream_t stream) {
@@ -212,7 +214,7 @@ void radix_sort(const RadixSort& sort, int64_t n, cudaStream_t stream) {
                        sort.states + number * sort.num_tiles * kRadix,
                        n,
                        8 * number};
-    launch_chained(kernel, shape, stream, pass);
+    launch_dependent(kernel, shape, stream, pass);
   };
   run(sort_pass<true>, 0);
   for (int pass = 1; pass < sort.passes; ++pass) run(sort_pass<false>, pass);

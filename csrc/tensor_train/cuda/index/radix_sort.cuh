@@ -14,15 +14,15 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 constexpr int kRadix = 256;
-constexpr int kMostPasses = 4;
+constexpr int kMaxPasses = 4;
 // Largest number of keys, limited by the bits of a count in a tile's state.
-constexpr int64_t kMostSorted = int64_t{1} << 30;
+constexpr int64_t kMaxSorted = int64_t{1} << 30;
 
 struct RadixSort {
   int passes;
   int64_t num_tiles;
-  uint32_t* counts;       // [kMostPasses][kRadix] number of keys with each digit
-  uint32_t* tickets;      // [kMostPasses]
+  uint32_t* counts;       // [kMaxPasses][kRadix] number of keys with each digit
+  uint32_t* tickets;      // [kMaxPasses]
   uint32_t* states;       // [passes][num_tiles][kRadix] states of tiles for their successors
   uint32_t* keys[2];      // keys[0] is the input; both are written
   int32_t* positions[2];  // positions of sorted keys
@@ -32,7 +32,7 @@ struct RadixSort {
 };
 
 // bits: number of bits of the keys.
-RadixSort carve_radix_sort(Carver& carver, int64_t n, int bits);
+RadixSort allocate_radix_sort(BufferAllocator& allocator, int64_t n, int bits);
 
 // Must be called before the kernel that creates the keys. That kernel counts their digits in zeroed
 // shared memory, adds the counts to `counts`, and zeroes the states.

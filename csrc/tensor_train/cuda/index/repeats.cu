@@ -13,7 +13,7 @@ constexpr int kClearBlocks = 8;  // blocks per multiprocessor
 
 // Zeroes the rows of unpooled ids outside their tables.
 __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, float* out) {
-  enter_chain();
+  begin_dependent_kernel();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= in.num_ids || in.slots[at] != kOutside) return;
   float* to = out + static_cast<size_t>(in.places[at]) * in.unit;
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) clear_outside_rows(RepeatsInput in, 
 
 // Zeroes an output to which rows are added; not if bags gather, because they write all of it.
 __global__ void __launch_bounds__(kClearThreads)
-    clear_kernel(const Counts* counts, int64_t values, float* out) {
+    clear_kernel(const IndexCounts* counts, int64_t values, float* out) {
   wait_for_kernel_before();
   let_next_kernel_start();
   if (counts->gather != 0) return;
@@ -44,12 +44,12 @@ void clear_output(const Index& index, int64_t values, int32_t multiprocessors, f
   const int64_t all = (values + kClearThreads * kEach - 1) / (kClearThreads * kEach);
   const int64_t most = int64_t{kClearBlocks} * multiprocessors;
   if (all == 0) return;
-  launch_chained(clear_kernel,
-                 {dim3(static_cast<unsigned>(all < most ? all : most)), kClearThreads}, stream,
-                 index.counts, values, out);
+  launch_dependent(clear_kernel,
+                   {dim3(static_cast<unsigned>(all < most ? all : most)), kClearThreads}, stream,
+                   index.counts, values, out);
 }
 
-RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index) {
+RepeatsInput repeats_of(const Plan& plan, const BatchCuda& batch, const Index& index) {
   return {
       index.slots, index.places,         index.place_factors, index.slot_dims,      plan.dim,
       plan.widest, unit_of(plan, batch), batch.num_ids,       plan.multiprocessors, plan.clusters};
@@ -57,7 +57,7 @@ RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index
 
 void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((in.num_ids + kThreads - 1) / kThreads);
-  launch_chained(clear_outside_rows, {dim3(blocks), kThreads}, stream, in, out);
+  launch_dependent(clear_outside_rows, {dim3(blocks), kThreads}, stream, in, out);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

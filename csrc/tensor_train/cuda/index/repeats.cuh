@@ -3,7 +3,7 @@
 
 #include "tensor_train/cuda/contract/tensor_core.cuh"
 #include "tensor_train/cuda/index/index.cuh"
-#include "tensor_train/cuda/index/touched.cuh"
+#include "tensor_train/cuda/index/touched_slices.cuh"
 
 namespace torchrec_hkv::tensor_train::cuda {
 
@@ -19,14 +19,14 @@ struct RepeatsInput {
   int32_t multiprocessors;
   bool clusters;  // whether the device has clusters
 };
-RepeatsInput repeats_of(const Plan& plan, const Batch& batch, const Index& index);
+RepeatsInput repeats_of(const Plan& plan, const BatchCuda& batch, const Index& index);
 
 // Computes slot_grads[slot], the sum of the gradients of the slot's positions. It is
 // bit-reproducible: at most 32 gradients are summed in single precision, and these sums in double.
 // partials: memory of partial_grads_bytes. steps: incremented; may be null. touch: flags of slices,
 // which are set concurrently. The next kernel of the stream may read the index before it waits for
 // the sums.
-size_t partial_grads_bytes(const Plan& plan, const Batch& batch);
+size_t partial_grads_bytes(const Plan& plan, const BatchCuda& batch);
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads,
                         void* partials, int64_t* steps, const TouchInput& touch,
                         cudaStream_t stream);
@@ -40,12 +40,12 @@ void clear_outside(const RepeatsInput& in, float* out, cudaStream_t stream);
 // number of repeats. Otherwise they gather if the index has enough repeats; if not, the row of each
 // slot is added to the places of its positions, or stored there without pooling. May read the index
 // before the previous kernel has ended.
-void pool_rows(const Plan& plan, const Batch& batch, const Index& index, const float* rows,
+void pool_rows(const Plan& plan, const BatchCuda& batch, const Index& index, const float* rows,
                bool always, float* out, cudaStream_t stream);
 
 // kWidth columns of a row.
 template <int kWidth>
-struct Columns {
+struct GradColumns {
   float v[kWidth];
 
   __device__ __forceinline__ void load(const float* from, float factor) {
@@ -93,7 +93,7 @@ struct Columns {
 };
 
 // The sorted positions of a warp's chunk, one per lane, as bits.
-struct Chunk {
+struct WarpChunk {
   int32_t slot;
   uint32_t place;
   float factor;
@@ -103,17 +103,17 @@ struct Chunk {
   unsigned tails;
 
   // first: the chunk's first position.
-  __device__ __forceinline__ Chunk(const RepeatsInput& in, int64_t first) {
+  __device__ __forceinline__ WarpChunk(const RepeatsInput& in, int64_t first) {
     const int64_t at = first + threadIdx.x % 32;
     auto slot_at = [&](int64_t i) { return i >= 0 && i < in.num_ids ? in.slots[i] : kNoSlot; };
     slot = slot_at(at);
-    const bool mine = slot >= 0;
-    repeats = __ballot_sync(kAllLanes, mine);
-    heads = __ballot_sync(kAllLanes, mine && slot_at(at - 1) != slot);
-    tails = __ballot_sync(kAllLanes, mine && slot_at(at + 1) != slot);
-    place = mine ? in.places[at] : 0;
-    factor = mine && in.place_factors != nullptr ? in.place_factors[at] : 1.0f;
-    dim = mine && in.slot_dims != nullptr ? in.slot_dims[slot] : in.dim;
+    const bool has_slot = slot >= 0;
+    repeats = __ballot_sync(kAllLanes, has_slot);
+    heads = __ballot_sync(kAllLanes, has_slot && slot_at(at - 1) != slot);
+    tails = __ballot_sync(kAllLanes, has_slot && slot_at(at + 1) != slot);
+    place = has_slot ? in.places[at] : 0;
+    factor = has_slot && in.place_factors != nullptr ? in.place_factors[at] : 1.0f;
+    dim = has_slot && in.slot_dims != nullptr ? in.slot_dims[slot] : in.dim;
   }
 };
 static_assert(kChunk == 32, "a position a lane");

@@ -15,24 +15,24 @@ struct TileState {
   unsigned long long ids;    // state << 62 | prefixes << 31 | distinct
   unsigned long long slots;  // state << 62 | slots
 };
-constexpr unsigned long long kOwn = 1ull << 62;    // the sum of this tile alone
-constexpr unsigned long long kTotal = 2ull << 62;  // the sum up to this tile
-constexpr unsigned long long kValue = kOwn - 1;
+constexpr unsigned long long kAggregate = 1ull << 62;        // the sum of this tile alone
+constexpr unsigned long long kInclusivePrefix = 2ull << 62;  // the sum up to this tile
+constexpr unsigned long long kValue = kAggregate - 1;
 
 // The numbers of distinct ids, prefixes and slots that begin in a range of sorted positions.
-struct Begins {
+struct BeginCounts {
   int32_t ids = 0;
   int32_t prefixes = 0;
   int32_t slots = 0;
 
-  __device__ __forceinline__ void add(const Begins& other) {
+  __device__ __forceinline__ void add(const BeginCounts& other) {
     ids += other.ids;
     prefixes += other.prefixes;
     slots += other.slots;
   }
 };
 // The same for few positions, with 10 bits per number.
-__device__ __forceinline__ Begins unpacked(uint32_t packed) {
+__device__ __forceinline__ BeginCounts unpacked(uint32_t packed) {
   constexpr uint32_t kMask = (1u << 10) - 1;
   return {static_cast<int32_t>(packed & kMask), static_cast<int32_t>(packed >> 10 & kMask),
           static_cast<int32_t>(packed >> 20)};
@@ -44,20 +44,20 @@ __device__ __forceinline__ unsigned long long read_state(const unsigned long lon
 
 // Returns the sums of all earlier tiles, and publishes the tile's own sums for its successors.
 // Called by one warp.
-__device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileState own) {
+__device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileState counts) {
   const int lane = threadIdx.x % 32;
   TileState before = {0, 0};
-  volatile unsigned long long* mine_ids = &tiles[tile].ids;
-  volatile unsigned long long* mine_slots = &tiles[tile].slots;
+  volatile unsigned long long* ids_word = &tiles[tile].ids;
+  volatile unsigned long long* slots_word = &tiles[tile].slots;
   if (tile > 0) {
     if (lane == 0) {
-      *mine_ids = kOwn | own.ids;
-      *mine_slots = kOwn | own.slots;
+      *ids_word = kAggregate | counts.ids;
+      *slots_word = kAggregate | counts.slots;
     }
     for (int64_t end = tile;; end -= 32) {
       const int64_t other = end - 1 - lane;
-      unsigned long long ids = kTotal;
-      unsigned long long slots = kTotal;
+      unsigned long long ids = kInclusivePrefix;
+      unsigned long long slots = kInclusivePrefix;
       if (other >= 0) {
         do {
           ids = read_state(&tiles[other].ids);
@@ -65,7 +65,7 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
         } while (ids >> 62 == 0 || ids >> 62 != slots >> 62);
       }
       // Lane 0 has the nearest tile. Adds all tiles up to the first total.
-      const unsigned totals = __ballot_sync(kAllLanes, (ids & kTotal) != 0);
+      const unsigned totals = __ballot_sync(kAllLanes, (ids & kInclusivePrefix) != 0);
       const int first = totals != 0 ? __ffs(totals) - 1 : 31;
       unsigned long long sum_ids = lane <= first ? ids & kValue : 0;
       unsigned long long sum_slots = lane <= first ? slots & kValue : 0;
@@ -80,8 +80,8 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
     }
   }
   if (lane == 0) {
-    *mine_ids = kTotal | (before.ids + own.ids);
-    *mine_slots = kTotal | (before.slots + own.slots);
+    *ids_word = kInclusivePrefix | (before.ids + counts.ids);
+    *slots_word = kInclusivePrefix | (before.slots + counts.slots);
   }
   return before;
 }
@@ -90,11 +90,11 @@ __device__ inline TileState sums_before(TileState* tiles, int64_t tile, TileStat
 template <typename Value>
 __device__ __forceinline__ void load_items(const Value* __restrict__ from, int64_t begin, int64_t n,
                                            Value missing, Value (&values)[kItems]) {
-  struct alignas(16) Items {
+  struct alignas(16) KeyItems {
     Value v[kItems];
   };
   if (begin + kItems <= n) {
-    const Items items = *reinterpret_cast<const Items*>(from + begin);
+    const KeyItems items = *reinterpret_cast<const KeyItems*>(from + begin);
 #pragma unroll
     for (int k = 0; k < kItems; ++k) values[k] = items.v[k];
   } else {
@@ -106,14 +106,14 @@ __device__ __forceinline__ void load_items(const Value* __restrict__ from, int64
 template <typename Value>
 __device__ __forceinline__ void store_items(Value* to, int64_t begin, int64_t n,
                                             const Value (&values)[kItems]) {
-  struct alignas(16) Items {
+  struct alignas(16) KeyItems {
     Value v[kItems];
   };
   if (begin + kItems <= n) {
-    Items items;
+    KeyItems items;
 #pragma unroll
     for (int k = 0; k < kItems; ++k) items.v[k] = values[k];
-    *reinterpret_cast<Items*>(to + begin) = items;
+    *reinterpret_cast<KeyItems*>(to + begin) = items;
   } else {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
@@ -161,14 +161,14 @@ struct SortedKeys {
 
 // Properties of the sorted positions of a thread, as bits.
 template <typename Key>
-struct Firsts {
+struct FirstFlags {
   unsigned ids = 0;
   unsigned prefixes = 0;
   unsigned repeats = 0;
   KeyParts<Key> parts[kItems];
 
-  __device__ __forceinline__ Firsts(const IndexInput& in, const SortedKeys<Key>& sorted,
-                                    Key outside) {
+  __device__ __forceinline__ FirstFlags(const IndexInput& in, const SortedKeys<Key>& sorted,
+                                        Key outside) {
     const KeyParts<Key> none = {-1, 0, 0};
     const Key previous = sorted.at(-1);
     KeyParts<Key> before = previous != outside ? parts_of(in, previous) : none;

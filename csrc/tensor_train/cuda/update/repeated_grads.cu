@@ -18,7 +18,7 @@ constexpr int kJoinWarps = kJoinThreads / 32;
 constexpr int kJoinColumns = 64;       // columns at a time
 constexpr int kCluster = 16;           // blocks that sum a small batch
 constexpr int kFlagBlocks = kCluster;  // blocks that set flags concurrently
-constexpr int kMostSmallWarps = static_cast<int>(kSmallBatch) / kChunk / kCluster;
+constexpr int kMaxSmallWarps = static_cast<int>(kSmallBatch) / kChunk / kCluster;
 constexpr int kTouching = 2;  // blocks per multiprocessor that set flags
 
 // Results of a block for join_runs.
@@ -40,12 +40,12 @@ int64_t blocks_of(int64_t num_ids) {
   return max((num_ids + kPositions - 1) / kPositions, int64_t{kCluster});
 }
 
-size_t carve(int64_t num_ids, int32_t widest, void* memory, Partials* partials) {
-  Carver carver{static_cast<char*>(memory)};
+size_t allocate(int64_t num_ids, int32_t widest, void* memory, Partials* partials) {
+  BufferAllocator allocator{static_cast<char*>(memory)};
   const int64_t blocks = blocks_of(num_ids);
-  partials->ends = carver.take<BlockEnds>(blocks);
-  partials->rows = carver.take<float>(blocks * 2 * widest);
-  return carver.used;
+  partials->ends = allocator.take<BlockEnds>(blocks);
+  partials->rows = allocator.take<float>(blocks * 2 * widest);
+  return allocator.used;
 }
 
 // Data that the warps of a block exchange. A lane has kWidth neighbouring columns.
@@ -65,15 +65,15 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
                                            SumShared<kWidth, kWarps>& shared) {
   constexpr int kColumns = 32 * kWidth;  // columns at a time
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Chunk chunk(in, (static_cast<int64_t>(blockIdx.x) * warps + warp) * kChunk);
-  const bool came = (chunk.repeats & ~chunk.heads & 1) != 0;
-  const bool goes_on = (chunk.repeats & ~chunk.tails) >> 31 != 0;
+  const WarpChunk chunk(in, (static_cast<int64_t>(blockIdx.x) * warps + warp) * kChunk);
+  const bool arrived = (chunk.repeats & ~chunk.heads & 1) != 0;
+  const bool continues = (chunk.repeats & ~chunk.tails) >> 31 != 0;
   if (lane == 0) {
-    shared.slots_before[warp] = came ? chunk.slot : kNoSlot;
-    shared.passes[warp] = came && chunk.tails == 0;
+    shared.slots_before[warp] = arrived ? chunk.slot : kNoSlot;
+    shared.passes[warp] = arrived && chunk.tails == 0;
   }
-  if (lane == 31) shared.slots_behind[warp] = goes_on ? chunk.slot : kNoSlot;
-  const bool crosses = __syncthreads_or(came || goes_on) != 0;
+  if (lane == 31) shared.slots_behind[warp] = continues ? chunk.slot : kNoSlot;
+  const bool crosses = __syncthreads_or(arrived || continues) != 0;
   if (!crosses) {
     if (threadIdx.x == 0) partials.ends[blockIdx.x] = {kNoSlot, 0};
     if (chunk.repeats == 0) return;
@@ -82,16 +82,16 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
   float* const rows = partials.rows + static_cast<size_t>(blockIdx.x) * 2 * in.widest;
   for (int base = 0; base < in.widest; base += kColumns) {
     const int column = base + lane * kWidth;
-    bool open = came;  // whether the run began in an earlier chunk
-    for (unsigned left = chunk.repeats; left != 0;) {
-      const int first = __ffs(static_cast<int>(left)) - 1;
+    bool open = arrived;  // whether the run began in an earlier chunk
+    for (unsigned remaining = chunk.repeats; remaining != 0;) {
+      const int first = __ffs(static_cast<int>(remaining)) - 1;
       const unsigned tails = chunk.tails >> first;
       const bool ends = tails != 0;
       const int last = ends ? first + __ffs(static_cast<int>(tails)) - 1 : kChunk - 1;
       const int32_t dim = __shfl_sync(kAllLanes, chunk.dim, first);
-      Columns<kWidth> sum = {};
+      GradColumns<kWidth> sum = {};
       for (int at = first; at <= last; at += kRowsAhead) {
-        Columns<kWidth> ahead[kRowsAhead];
+        GradColumns<kWidth> ahead[kRowsAhead];
 #pragma unroll
         for (int j = 0; j < kRowsAhead; ++j) {
           const uint32_t place = __shfl_sync(kAllLanes, chunk.place, at + j);
@@ -114,12 +114,12 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
         sum.store(slot_grads + static_cast<size_t>(slot) * in.widest + column);
       }
       open = false;
-      left = last == kChunk - 1 ? 0 : left & ~0u << (last + 1);
+      remaining = last == kChunk - 1 ? 0 : remaining & ~0u << (last + 1);
     }
     if (!crosses) continue;
     __syncthreads();
-    const int mine = base + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kColumns && mine < in.widest) {
+    const int grad_column = base + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && grad_column < in.widest) {
       double run = 0.0;
       bool began = false;  // whether the run began in this block
       for (int w = 0; w < warps; ++w) {
@@ -128,9 +128,10 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
           if (shared.passes[w]) continue;
           const auto value = static_cast<float>(run);
           if (began) {
-            slot_grads[static_cast<size_t>(shared.slots_before[w]) * in.widest + mine] = value;
+            slot_grads[static_cast<size_t>(shared.slots_before[w]) * in.widest + grad_column] =
+                value;
           } else {
-            rows[mine] = value;
+            rows[grad_column] = value;
           }
         }
         run = 0.0;
@@ -141,8 +142,8 @@ __device__ __forceinline__ void sum_chunks(const RepeatsInput& in, const float* 
         }
       }
       const int32_t behind = shared.slots_behind[warps - 1];
-      if (behind != kNoSlot) rows[(began ? in.widest : 0) + mine] = static_cast<float>(run);
-      if (mine == 0) {
+      if (behind != kNoSlot) rows[(began ? in.widest : 0) + grad_column] = static_cast<float>(run);
+      if (grad_column == 0) {
         partials.ends[blockIdx.x] = {behind != kNoSlot && began ? behind : kNoSlot,
                                      behind != kNoSlot && !began ? 1 : 0};
       }
@@ -205,11 +206,11 @@ __device__ __forceinline__ void join_run(const Partials& partials, int first, in
       shared.sums[warp][2 * lane + 1] = sum[1];
     }
     __syncthreads();
-    const int mine = base + static_cast<int>(threadIdx.x);
-    if (threadIdx.x < kColumns && mine < widest) {
+    const int grad_column = base + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kColumns && grad_column < widest) {
       double all = 0.0;
       for (int w = 0; w < warps; ++w) all += shared.sums[w][threadIdx.x];
-      slot_grads[static_cast<size_t>(slot) * widest + mine] = static_cast<float>(all);
+      slot_grads[static_cast<size_t>(slot) * widest + grad_column] = static_cast<float>(all);
     }
     __syncthreads();
   }
@@ -230,12 +231,12 @@ __global__ void __launch_bounds__(kJoinThreads)
 
 // Processes a small batch in one launch: a cluster of blocks sums runs, others set flags of slices.
 template <int kWidth>
-__global__ void __launch_bounds__(kMostSmallWarps * 32)
+__global__ void __launch_bounds__(kMaxSmallWarps * 32)
     sum_small(RepeatsInput in, TouchInput touch, const float* __restrict__ grad, float* slot_grads,
               Partials partials, int64_t* steps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   __shared__ union {
-    SumShared<kWidth, kMostSmallWarps> sums;
+    SumShared<kWidth, kMaxSmallWarps> sums;
     JoinShared join;
     TouchedSlices touched;
   } shared;
@@ -254,33 +255,33 @@ __global__ void __launch_bounds__(kMostSmallWarps * 32)
 
 }  // namespace
 
-size_t partial_grads_bytes(const Plan& plan, const Batch& batch) {
+size_t partial_grads_bytes(const Plan& plan, const BatchCuda& batch) {
   Partials partials;
-  return carve(batch.num_ids, plan.widest, nullptr, &partials);
+  return allocate(batch.num_ids, plan.widest, nullptr, &partials);
 }
 
 void sum_repeated_grads(const RepeatsInput& in, const float* grad, float* slot_grads, void* memory,
                         int64_t* steps, const TouchInput& touch, cudaStream_t stream) {
   Partials partials;
-  carve(in.num_ids, in.widest, memory, &partials);
+  allocate(in.num_ids, in.widest, memory, &partials);
   if (in.clusters && in.num_ids <= kSmallBatch) {
     constexpr int64_t kOfWarps = kCluster * kChunk;
     const int warps = max(static_cast<int>((in.num_ids + kOfWarps - 1) / kOfWarps), 2);
     auto run = [&](auto kernel) {
-      launch_chained(kernel, {dim3(kCluster + kFlagBlocks), warps * 32, 0, kCluster}, stream, in,
-                     touch, grad, slot_grads, partials, steps);
+      launch_dependent(kernel, {dim3(kCluster + kFlagBlocks), warps * 32, 0, kCluster}, stream, in,
+                       touch, grad, slot_grads, partials, steps);
     };
     return in.unit == 4 ? run(sum_small<2>) : run(sum_small<1>);
   }
   const auto blocks = static_cast<unsigned>(blocks_of(in.num_ids));
   auto run = [&](auto kernel) {
-    launch_chained(kernel, {dim3(blocks), kSumWarps * 32}, stream, in, grad, slot_grads, partials,
-                   steps);
+    launch_dependent(kernel, {dim3(blocks), kSumWarps * 32}, stream, in, grad, slot_grads, partials,
+                     steps);
   };
   in.unit == 4 ? run(sum_runs<2, kSumWarps>) : run(sum_runs<1, kSumWarps>);
   const int touching = min(static_cast<int>(blocks), kTouching * in.multiprocessors);
-  launch_chained(join_runs, {dim3(blocks), kJoinThreads}, stream, touch, touching, partials,
-                 static_cast<int>(blocks), in.widest, slot_grads);
+  launch_dependent(join_runs, {dim3(blocks), kJoinThreads}, stream, touch, touching, partials,
+                   static_cast<int>(blocks), in.widest, slot_grads);
 }
 
 }  // namespace torchrec_hkv::tensor_train::cuda

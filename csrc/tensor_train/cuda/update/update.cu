@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 // Up to this number of slices, slices without a gradient are read, too.
-constexpr int64_t kMostAhead = 2048;
+constexpr int64_t kMaxAhead = 2048;
 
 // Returns the sum over the block to all of its threads.
 __device__ __forceinline__ float block_sum(float value) {
@@ -62,10 +62,10 @@ __device__ __forceinline__ RowTerms terms_of(const Slice& slice, const Optimizer
                                              float learning_rate, int64_t table_step) {
   float step = static_cast<float>(table_step);
   if (config.own_steps) {
-    float* own = slice.state + own_step_column(config.kind, slice.size);
-    step = *own + 1.0f;
+    float* step_state = slice.state + own_step_column(config.kind, slice.size);
+    step = *step_state + 1.0f;
     __syncthreads();  // all threads have read it
-    if (threadIdx.x == 0) *own = step;
+    if (threadIdx.x == 0) *step_state = step;
   }
   RowTerms terms = begin_row(config, learning_rate, step);
   if (clips_by_norm(config)) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool quads(const void* pointer) {
 
 // A slice of fp32 for an optimizer without states. It is read before it is known whether the slice
 // has a gradient.
-struct SliceAhead {
+struct PrefetchedSlice {
   static constexpr int kMine = 4;  // groups of four elements per thread
   float4 values[kMine], grads[kMine];
 
@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(kThreads)
   const CoreView core = cores[low];
   const int64_t at = number - core.first_slice;
   const int64_t first = at * core.slice_size;
-  [[maybe_unused]] SliceAhead ahead;
-  const bool is_ahead = kAhead && SliceAhead::fits(core);
+  [[maybe_unused]] PrefetchedSlice ahead;
+  const bool is_ahead = kAhead && PrefetchedSlice::fits(core);
   let_next_kernel_start();
   // Only updates write values, and the previous update ended before the gradients of this update
   // began. So values can be read while gradients are computed, and gradients together with the
@@ -239,7 +239,7 @@ void update_cores(const CoreView* cores, int32_t num_cores, int64_t num_slices,
   if (num_slices == 0 || config.kind == Optimizer::kNone) return;
   const LaunchShape shape = {dim3(static_cast<unsigned>(num_slices)), kThreads};
   auto run = [&](auto kernel) {
-    launch_chained(kernel, shape, stream, cores, num_cores, config, learning_rate, step);
+    launch_dependent(kernel, shape, stream, cores, num_cores, config, learning_rate, step);
   };
   switch (config.kind) {
     case Optimizer::kMomentum:
@@ -255,8 +255,8 @@ void update_cores(const CoreView* cores, int32_t num_cores, int64_t num_slices,
     case Optimizer::kFtrl:
       return run(update_kernel<Optimizer::kFtrl, false>);
     default:
-      return num_slices <= kMostAhead ? run(update_kernel<Optimizer::kSgd, true>)
-                                      : run(update_kernel<Optimizer::kSgd, false>);
+      return num_slices <= kMaxAhead ? run(update_kernel<Optimizer::kSgd, true>)
+                                     : run(update_kernel<Optimizer::kSgd, false>);
   }
 }
 

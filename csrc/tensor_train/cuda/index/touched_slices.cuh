@@ -7,8 +7,8 @@
 namespace torchrec_hkv::tensor_train::cuda {
 
 struct TouchInput {
-  const TableView* tables;
-  const Counts* counts;
+  const TableCuda* tables;
+  const IndexCounts* counts;
   const int4* prefixes;
   const int32_t* lasts;
   bool leaves_dense;  // leaves batches with many ids per prefix to the kernel of their gradients
@@ -21,22 +21,22 @@ class TouchedSlices {
  public:
   // Called by all threads of `block` of `blocks`.
   __device__ __forceinline__ void set(const TouchInput& in, int block, int blocks) {
-    const Counts counts = *in.counts;
+    const IndexCounts counts = *in.counts;
     const int64_t count = in.leaves_dense && counts.dense != 0 ? 0 : counts.prefixes;
     const int end = static_cast<int>(count * (block + 1) / blocks);
-    for (int i = threadIdx.x; i < kMost; i += blockDim.x) heads_[i] = lasts_[i] = 0;
+    for (int i = threadIdx.x; i < kMax; i += blockDim.x) heads_[i] = lasts_[i] = 0;
     for (int first = static_cast<int>(count * block / blocks); first < end; first = behind_) {
       set_of_table(in, first, end);
     }
   }
 
  private:
-  static constexpr int kMost = 1024;  // slices of a core that are marked in shared memory
+  static constexpr int kMax = 1024;  // slices of a core that are marked in shared memory
 
   // Sets flags for the prefixes from `first` on that belong to the same table.
   __device__ __forceinline__ void set_of_table(const TouchInput& in, int first, int end) {
     const int4 begin = in.prefixes[first];
-    const TableView& table = in.tables[begin.y];
+    const TableCuda& table = in.tables[begin.y];
     uint8_t* const of_heads = table.head_touched;
     uint8_t* const of_middles = table.middle_touched;
     uint8_t* const of_lasts = table.last_touched;
@@ -70,7 +70,7 @@ class TouchedSlices {
 
   static __device__ __forceinline__ void mark(uint8_t* marks, uint8_t* flags, int slices,
                                               int slice) {
-    if (slices > kMost) {
+    if (slices > kMax) {
       in_global(flags)[slice] = 1;
     } else if (slices > 0) {
       marks[slice] = 1;
@@ -78,15 +78,15 @@ class TouchedSlices {
   }
   // Writes marks to memory, and clears them.
   static __device__ __forceinline__ void flush(uint8_t* marks, uint8_t* flags, int slices) {
-    if (slices > kMost) return;
+    if (slices > kMax) return;
     for (int i = threadIdx.x; i < slices; i += static_cast<int>(blockDim.x)) {
       if (marks[i] != 0) in_global(flags)[i] = 1;
       marks[i] = 0;
     }
   }
 
-  uint8_t heads_[kMost];
-  uint8_t lasts_[kMost];
+  uint8_t heads_[kMax];
+  uint8_t lasts_[kMax];
   int behind_;  // first prefix of the next table
 };
 

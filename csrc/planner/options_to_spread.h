@@ -14,7 +14,8 @@ namespace torchrec_hkv::planner {
 // all fit, and only an empty list if the options for all ranks do not fit.
 //
 // rooms, per_host: as for pack.
-std::vector<std::vector<size_t>> lacking(const std::vector<const Parts*>& options,
-                                         const std::vector<Room>& rooms, int per_host);
+std::vector<std::vector<size_t>> options_to_spread(const std::vector<const Parts*>& options,
+                                                   const std::vector<FreeMemory>& free_memory,
+                                                   int per_host);
 
 }  // namespace torchrec_hkv::planner

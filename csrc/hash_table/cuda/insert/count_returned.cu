@@ -29,9 +29,9 @@ __device__ __forceinline__ unsigned set_flags(const bool* placed, int64_t first,
 }
 
 __global__ void __launch_bounds__(kThreads)
-    returned_kernel(const TableView* __restrict__ tables, const Batch batch, const Visit visit,
-                    const int64_t* __restrict__ slots, const bool* __restrict__ placed,
-                    const uint32_t* __restrict__ any_missing) {
+    returned_kernel(const TableView* __restrict__ tables, const Batch batch,
+                    const CallContext context, const int64_t* __restrict__ slots,
+                    const bool* __restrict__ placed, const uint32_t* __restrict__ any_missing) {
   if (*any_missing == 0) return;
   __shared__ uint16_t listed[kPart];
   __shared__ int number;
@@ -56,12 +56,13 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t position = begin + listed[mine];
         table = &table_at(tables, batch, position);
         if (table->evicted.marks != nullptr) {
-          const EvictedMemory::Place place = table->evicted.place_of(batch.ids[position]);
-          returned = table->evicted.marks[place.entry] == place.mark;
-          if (returned && table->evicted.halves != nullptr) {
+          const EvictedMemory::MarkPosition mark =
+              table->evicted.mark_position(batch.ids[position]);
+          returned = table->evicted.marks[mark.entry] == mark.mark;
+          if (returned && table->evicted.half_counts != nullptr) {
             uint64_t& score = table->scores[slots[position] - table->first_slot];
-            score = next_score(table->eviction, score, visit.now(), visit.epoch(),
-                               table->evicted.halves[place.entry]);
+            score = next_score(table->eviction, score, context.now(), context.epoch(),
+                               table->evicted.half_counts[mark.entry]);
           }
         }
       }
@@ -72,12 +73,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void count_returned(const TableView* tables, const Batch& batch, const Visit& visit,
+void count_returned(const TableView* tables, const Batch& batch, const CallContext& context,
                     const int64_t* slots, const bool* placed, const uint32_t* any_missing,
                     cudaStream_t stream) {
   const auto parts = static_cast<unsigned>((batch.num_ids + kPart - 1) / kPart);
   returned_kernel<<<min(parts, resident_blocks(returned_kernel)), kThreads, 0, stream>>>(
-      tables, batch, visit, slots, placed, any_missing);
+      tables, batch, context, slots, placed, any_missing);
   HKV_CUDA_CHECK_LAUNCH();
 }
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 // Call it if the next kernel reads nothing before it waits.
-__device__ __forceinline__ void enter_chain() {
+__device__ __forceinline__ void begin_dependent_kernel() {
   let_next_kernel_start();
   wait_for_kernel_before();
 }
@@ -57,23 +57,23 @@ void allow_launch(const void* kernel, const LaunchShape& shape);
 
 // arguments: addresses of the kernel's arguments. Not inline, because every file with kernels would
 // include its standard headers.
-void launch_chained(const void* kernel, const LaunchShape& shape, cudaStream_t stream,
-                    void** arguments);
+void launch_dependent(const void* kernel, const LaunchShape& shape, cudaStream_t stream,
+                      void** arguments);
 
 // Launches a kernel that calls wait_for_kernel_before itself.
 template <typename... Parameters, typename... Arguments>
-void launch_chained(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
-                    const Arguments&... arguments) {
+void launch_dependent(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
+                      const Arguments&... arguments) {
   const auto launch = [&](Parameters... values) {
     void* addresses[] = {&values...};
-    launch_chained(reinterpret_cast<const void*>(kernel), shape, stream, addresses);
+    launch_dependent(reinterpret_cast<const void*>(kernel), shape, stream, addresses);
   };
   launch(static_cast<Parameters>(arguments)...);
 }
 template <typename... Parameters, typename... Arguments>
-void launch_chained(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
-                    cudaStream_t stream, const Arguments&... arguments) {
-  launch_chained(kernel, {dim3(blocks), static_cast<int>(threads)}, stream, arguments...);
+void launch_dependent(void (*kernel)(Parameters...), unsigned blocks, unsigned threads,
+                      cudaStream_t stream, const Arguments&... arguments) {
+  launch_dependent(kernel, {dim3(blocks), static_cast<int>(threads)}, stream, arguments...);
 }
 
 }  // namespace torchrec_hkv

@@ -13,10 +13,10 @@ constexpr int kPrepared = kThreads * kPreparedOfThread;  // positions of a block
 // A block marks where bags begin among neighbouring positions, and derives their bags by a scan.
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Batch batch, const int64_t* __restrict__ slots, uint64_t no_slot,
-                   const Scratch scratch) {
+                   const UpdateScratch scratch) {
   __shared__ uint32_t bags[kPrepared];  // relative to first_bag
   __shared__ int64_t first_bag;
-  using Scan = BlockScan<uint32_t, kThreads, Largest>;
+  using Scan = BlockScan<uint32_t, kThreads, Max>;
   __shared__ Scan::Storage scan;
   if (blockIdx.x == 0) {
     for (int32_t f = threadIdx.x; f < batch.num_features; f += kThreads) {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void prepare_pairs(const Batch& batch, const int64_t* slots, uint64_t no_slot,
-                   const Scratch& scratch, cudaStream_t stream) {
+                   const UpdateScratch& scratch, cudaStream_t stream) {
   const int64_t n = batch.num_ids;
   const auto blocks = static_cast<unsigned>((n + kPrepared - 1) / kPrepared);
   prepare_kernel<<<blocks, kThreads, 0, stream>>>(batch, slots, no_slot, scratch);

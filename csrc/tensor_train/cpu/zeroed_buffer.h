@@ -8,22 +8,22 @@
 namespace torchrec_hkv::tensor_train::cpu {
 
 // Floats that are zero at first. Fresh pages are allocated when they are touched.
-class ZeroedFloats {
+class ZeroedBuffer {
  public:
   // Takes a block that was kept, or allocates one. Throws std::bad_alloc.
-  explicit ZeroedFloats(int64_t size);
-  ZeroedFloats(ZeroedFloats&& other) noexcept
+  explicit ZeroedBuffer(int64_t size);
+  ZeroedBuffer(ZeroedBuffer&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)),
         size_(other.size_),
         capacity_(other.capacity_) {}
-  ZeroedFloats& operator=(ZeroedFloats&& other) noexcept {
+  ZeroedBuffer& operator=(ZeroedBuffer&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
     std::swap(capacity_, other.capacity_);
     return *this;
   }
   // Frees the block unless it was kept.
-  ~ZeroedFloats();
+  ~ZeroedBuffer();
 
   float* data() const { return data_; }
 

@@ -43,8 +43,8 @@ class Partitions {
   Partitions(const TableView* tables, int32_t num_tables, const Batch& batch, const int64_t* slots,
              int threads)
       : batch_(batch), slots_(slots), firsts_(num_tables), bits_(num_tables) {
-    cut(tables, threads);
-    if (dealt_ > 0) fill(threads);
+    choose_partitions(tables, threads);
+    if (partitioned_ > 0) fill(threads);
     // Sorted by expected work. Results do not depend on the order.
     std::sort(partitions_.begin(), partitions_.end(), [&](const Partition& a, const Partition& b) {
       return work(tables[a.table], a.most) > work(tables[b.table], b.most);
@@ -54,8 +54,8 @@ class Partitions {
   int64_t size() const { return static_cast<int64_t>(partitions_.size()); }
   const Partition& operator[](int64_t number) const { return partitions_[number]; }
   // The number of positions in tables with several partitions, and whether a table is one of these.
-  int64_t dealt() const { return dealt_; }
-  bool dealt(int32_t table) const { return bits_[table] > 0; }
+  int64_t partitioned() const { return partitioned_; }
+  bool partitioned(int32_t table) const { return bits_[table] > 0; }
 
   // Calls visit(feature) for the features of a partition's table.
   template <typename Visit>
@@ -86,16 +86,16 @@ class Partitions {
                      const Visit& visit) const {
     if (partition.begin != nullptr) {
       for (const Occurrence* it = partition.begin; it != partition.end; ++it) {
-        visit(it->position, it->bag, gradients.place(gradients.feature_of_bag(it->bag), it->bag));
+        visit(it->position, it->bag, gradients.offset(gradients.feature_of_bag(it->bag), it->bag));
       }
       return;
     }
     for_features(partition, [&](int32_t feature) {
       const int64_t stop = batch_.first_bag(feature + 1);
       for (int64_t bag = batch_.first_bag(feature); bag < stop; ++bag) {
-        const int64_t place = gradients.place(feature, bag);
+        const int64_t offset = gradients.offset(feature, bag);
         for (int64_t at = batch_.offsets[bag]; at < batch_.offsets[bag + 1]; ++at) {
-          if (slots_[at] != kNoSlot) visit(static_cast<uint32_t>(at), bag, place);
+          if (slots_[at] != kNoSlot) visit(static_cast<uint32_t>(at), bag, offset);
         }
       }
     });
@@ -103,9 +103,9 @@ class Partitions {
 
  private:
   // Approximate number of positions of a partition: with its hash table and the addresses of
-  // gradients it fits the L2 cache. Partitions are smaller, down to kLeast, if whole tables would
+  // gradients it fits the L2 cache. Partitions are smaller, down to kMin, if whole tables would
   // not balance the threads.
-  static constexpr int64_t kMost = 65536, kLeast = 1024;
+  static constexpr int64_t kMax = 65536, kMin = 1024;
   static constexpr int kMaxBits = 12;
 
   // Relative cost of this number of positions.
@@ -114,15 +114,15 @@ class Partitions {
   }
 
   // Sets the number of partitions of each table.
-  void cut(const TableView* tables, int threads) {
+  void choose_partitions(const TableView* tables, int threads) {
     std::vector<int64_t> ids(bits_.size());
     features_.resize(bits_.size());
     int64_t total = 0;
     for (int32_t f = 0; f < batch_.num_features; ++f) {
       const int32_t table = batch_.feature_tables[f];
-      const int64_t own = batch_.feature_start(f + 1) - batch_.feature_start(f);
-      ids[table] += own;
-      total += work(tables[table], own);
+      const int64_t table_ids = batch_.feature_start(f + 1) - batch_.feature_start(f);
+      ids[table] += table_ids;
+      total += work(tables[table], table_ids);
       features_[table].push_back(f);
     }
     choose_bits(tables, ids, total, threads);
@@ -131,7 +131,7 @@ class Partitions {
       if (ids[t] == 0) continue;
       partitions_.resize(size() + (int64_t{1} << bits_[t]),
                          Partition{static_cast<int32_t>(t), bits_[t], nullptr, nullptr, ids[t]});
-      dealt_ += bits_[t] > 0 ? ids[t] : 0;
+      partitioned_ += bits_[t] > 0 ? ids[t] : 0;
     }
   }
 
@@ -147,13 +147,13 @@ class Partitions {
     std::vector<int64_t> loads(threads, 0);
     const int64_t fair = total / threads + total / (16 * threads), part = total / (2 * threads);
     for (const int32_t t : by_work) {
-      const int64_t own = work(tables[t], ids[t]);
+      const int64_t table_ids = work(tables[t], ids[t]);
       int64_t& load = *std::min_element(loads.begin(), loads.end());
-      const bool whole = load + own <= fair;
-      if (whole) load += own;
+      const bool whole = load + table_ids <= fair;
+      if (whole) load += table_ids;
       const auto too_large = [&](int64_t positions) {
-        return positions > kMost ||
-               (!whole && positions > kLeast && work(tables[t], positions) > part);
+        return positions > kMax ||
+               (!whole && positions > kMin && work(tables[t], positions) > part);
       };
       while (bits_[t] < kMaxBits && too_large(ids[t] >> bits_[t])) ++bits_[t];
     }
@@ -161,17 +161,17 @@ class Partitions {
 
   void fill(int threads) {
     blocks_ = std::max<int64_t>(1, std::min<int64_t>(threads, batch_.num_bags / 64));
-    // places[block][partition]: number of entries, later the place of the next entry.
-    std::vector<int64_t> places(blocks_ * size());
+    // offsets[block][partition]: number of entries, later the place of the next entry.
+    std::vector<int64_t> offsets(blocks_ * size());
     parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
-        count(block, places.data() + block * size());
+        count(block, offsets.data() + block * size());
       }
     });
-    reserve(places.data());
+    reserve(offsets.data());
     parallel_for(blocks_, 1, threads, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
-        deal(block, places.data() + block * size());
+        scatter_block(block, offsets.data() + block * size());
       }
     });
   }
@@ -179,7 +179,7 @@ class Partitions {
   // Calls visit(first bag, one past the last, table) for the bags of each feature in a block whose
   // table has several partitions.
   template <typename Visit>
-  void for_dealt(int64_t block, const Visit& visit) const {
+  void for_partitioned(int64_t block, const Visit& visit) const {
     int64_t bag = batch_.num_bags * block / blocks_;
     const int64_t end = batch_.num_bags * (block + 1) / blocks_;
     while (bag < end) {
@@ -196,26 +196,26 @@ class Partitions {
   }
 
   void count(int64_t block, int64_t* counts) const {
-    for_dealt(block, [&](int64_t bag, int64_t stop, int32_t table) {
-      int64_t* const own = counts + firsts_[table];
+    for_partitioned(block, [&](int64_t bag, int64_t stop, int32_t table) {
+      int64_t* const first_position = counts + firsts_[table];
       const int bits = bits_[table];
       const int64_t last = batch_.offsets[stop];
       for (int64_t at = batch_.offsets[bag]; at < last; ++at) {
-        if (slots_[at] != kNoSlot) ++own[upper_bits(slots_[at], bits)];
+        if (slots_[at] != kNoSlot) ++first_position[upper_bits(slots_[at], bits)];
       }
     });
   }
 
   // Reserves each block's part of each partition: turns counts into places.
-  void reserve(int64_t* places) {
-    occurrences_ = std::make_unique_for_overwrite<Occurrence[]>(dealt_);
+  void reserve(int64_t* offsets) {
+    occurrences_ = std::make_unique_for_overwrite<Occurrence[]>(partitioned_);
     int64_t total = 0;
     for (int64_t p = 0; p < size(); ++p) {
       if (partitions_[p].bits == 0) continue;
       partitions_[p].begin = occurrences_.get() + total;
       for (int64_t block = 0; block < blocks_; ++block) {
-        const int64_t here = places[block * size() + p];
-        places[block * size() + p] = total;
+        const int64_t here = offsets[block * size() + p];
+        offsets[block * size() + p] = total;
         total += here;
       }
       partitions_[p].end = occurrences_.get() + total;
@@ -223,14 +223,14 @@ class Partitions {
     }
   }
 
-  void deal(int64_t block, int64_t* places) {
-    for_dealt(block, [&](int64_t first_bag, int64_t stop, int32_t table) {
-      int64_t* const own = places + firsts_[table];
+  void scatter_block(int64_t block, int64_t* offsets) {
+    for_partitioned(block, [&](int64_t first_bag, int64_t stop, int32_t table) {
+      int64_t* const first_position = offsets + firsts_[table];
       const int bits = bits_[table];
       for (int64_t bag = first_bag; bag < stop; ++bag) {
         for (int64_t at = batch_.offsets[bag]; at < batch_.offsets[bag + 1]; ++at) {
           if (slots_[at] == kNoSlot) continue;
-          occurrences_[own[upper_bits(slots_[at], bits)]++] =
+          occurrences_[first_position[upper_bits(slots_[at], bits)]++] =
               Occurrence{slots_[at], static_cast<uint32_t>(at), static_cast<uint32_t>(bag)};
         }
       }
@@ -239,8 +239,8 @@ class Partitions {
 
   const Batch& batch_;
   const int64_t* slots_;
-  int64_t dealt_ = 0;   // positions of tables with several partitions
-  int64_t blocks_ = 0;  // parts of the batch, each of which one thread counts and distributes
+  int64_t partitioned_ = 0;  // positions of tables with several partitions
+  int64_t blocks_ = 0;       // parts of the batch, each of which one thread counts and distributes
   std::vector<int64_t> firsts_;                 // by table, its first partition
   std::vector<int> bits_;                       // by table
   std::vector<std::vector<int32_t>> features_;  // by table
@@ -250,13 +250,13 @@ class Partitions {
 
 // Memory that is reused without being cleared.
 template <typename T>
-class Reused {
+class ScratchBuffer {
  public:
   // Makes room for n elements; the previous contents are lost.
   T* resize(size_t n) {
-    if (n > room_) {
+    if (n > capacity_) {
       memory_ = std::make_unique_for_overwrite<T[]>(n);
-      room_ = n;
+      capacity_ = n;
     }
     return memory_.get();
   }
@@ -264,14 +264,14 @@ class Reused {
 
  private:
   std::unique_ptr<T[]> memory_;
-  size_t room_ = 0;
+  size_t capacity_ = 0;
 };
 
 // Positions whose slots occur once in the batch, in the order of the batch, and their slots in the
 // table.
-struct LoneRows {
-  Reused<uint32_t> positions;
-  Reused<int64_t> slots;
+struct UniqueRows {
+  ScratchBuffer<uint32_t> positions;
+  ScratchBuffer<int64_t> slots;
   int64_t n = 0;
 };
 
@@ -285,20 +285,20 @@ class SlotGroups {
     uint32_t count;
   };
 
-  // Groups a partition. Unique rows, those with one position, are listed in `lone`.
+  // Groups a partition. Unique rows, those with one position, are listed in `unique`.
   void assign(const Partitions& partitions, const Partition& partition, const Gradients& gradients,
-              int64_t first_slot, LoneRows& lone) {
+              int64_t first_slot, UniqueRows& unique) {
     const int64_t n = group(partitions, partition);
-    const int64_t repeats = separate(n, first_slot, lone);
+    const int64_t repeats = separate(n, first_slot, unique);
     if (repeats > 0) scatter(partitions, partition, gradients, repeats);
   }
 
   const std::vector<Repeated>& repeated() const { return repeated_; }
-  const int64_t* places() const { return places_.get(); }  // of gradients, by number
-  const float* scales() const { return scales_.get(); }    // scales of gradients, if scaled
+  const int64_t* offsets() const { return offsets_.get(); }  // of gradients, by number
+  const float* scales() const { return scales_.get(); }      // scales of gradients, if scaled
 
  private:
-  struct Group {
+  struct SlotGroup {
     int64_t slot;
     uint32_t at;  // its first position; later the number of its next gradient
     uint32_t count;
@@ -315,45 +315,45 @@ class SlotGroups {
     const int shift = std::max(0, 64 - partition.bits - bits);
     uint32_t* const heads = heads_.resize(mask + 1);  // open addressing: a group's number, or kNone
     std::fill_n(heads, mask + 1, kNone);
-    Group* const groups = groups_.resize(n);
+    SlotGroup* const groups = groups_.resize(n);
     uint32_t* group_of = group_of_.resize(n);
     uint32_t number = 0;
     partitions.for_slots(partition, [&](int64_t slot, uint32_t position) {
       uint64_t at = slot_hash(slot) >> shift & mask;
       while (heads[at] != kNone && groups[heads[at]].slot != slot) at = (at + 1) & mask;
-      uint32_t own = heads[at];
-      if (own == kNone) {
-        own = heads[at] = number++;
-        groups[own] = Group{slot, position, 0};
+      uint32_t index = heads[at];
+      if (index == kNone) {
+        index = heads[at] = number++;
+        groups[index] = SlotGroup{slot, position, 0};
       }
-      *group_of++ = own;
-      ++groups[own].count;
+      *group_of++ = index;
+      ++groups[index].count;
     });
     return number;
   }
 
   // Separates groups of several positions from groups of one. Returns the number of positions of
   // the former.
-  int64_t separate(int64_t n, int64_t first_slot, LoneRows& lone) {
-    Group* const groups = groups_.get();
-    uint32_t* const positions = lone.positions.resize(n + 1);
-    int64_t* const slots = lone.slots.resize(n + 1);
-    int64_t alone = 0;
+  int64_t separate(int64_t n, int64_t first_slot, UniqueRows& unique) {
+    SlotGroup* const groups = groups_.get();
+    uint32_t* const positions = unique.positions.resize(n + 1);
+    int64_t* const slots = unique.slots.resize(n + 1);
+    int64_t num_unique = 0;
     uint32_t total = 0;
     repeated_.clear();
     for (int64_t g = 0; g < n; ++g) {
-      Group& group = groups[g];
-      positions[alone] = group.at;
-      slots[alone] = group.slot - first_slot;
+      SlotGroup& group = groups[g];
+      positions[num_unique] = group.at;
+      slots[num_unique] = group.slot - first_slot;
       if (group.count == 1) {
-        ++alone;
+        ++num_unique;
         continue;
       }
       repeated_.push_back(Repeated{group.slot, total, group.count});
       group.at = total;
       total += group.count;
     }
-    lone.n = alone;
+    unique.n = num_unique;
     // Gradients of unique rows go to a place after the others, which saves a branch.
     for (int64_t g = 0; g < n; ++g) {
       if (groups[g].count == 1) groups[g].at = total;
@@ -364,25 +364,25 @@ class SlotGroups {
   void scatter(const Partitions& partitions, const Partition& partition, const Gradients& gradients,
                int64_t repeats) {
     const bool scaled = gradients.scaled();
-    Group* const groups = groups_.get();
-    int64_t* const places = places_.resize(repeats + 1);
+    SlotGroup* const groups = groups_.get();
+    int64_t* const offsets = offsets_.resize(repeats + 1);
     float* const scales = scales_.resize(scaled ? repeats + 1 : 0);
     const uint32_t* group_of = group_of_.get();
     partitions.for_gradients(partition, gradients,
-                             [&](uint32_t position, int64_t bag, int64_t place) {
-                               Group& group = groups[*group_of++];
-                               places[group.at] = place;
+                             [&](uint32_t position, int64_t bag, int64_t offset) {
+                               SlotGroup& group = groups[*group_of++];
+                               offsets[group.at] = offset;
                                if (scaled) scales[group.at] = gradients.scale(position, bag);
                                group.at += group.count != 1;
                              });
   }
 
   std::vector<Repeated> repeated_;
-  Reused<Group> groups_;
-  Reused<uint32_t> heads_;
-  Reused<uint32_t> group_of_;  // by position that has a slot
-  Reused<int64_t> places_;
-  Reused<float> scales_;
+  ScratchBuffer<SlotGroup> groups_;
+  ScratchBuffer<uint32_t> heads_;
+  ScratchBuffer<uint32_t> group_of_;  // by position that has a slot
+  ScratchBuffer<int64_t> offsets_;
+  ScratchBuffer<float> scales_;
 };
 
 }  // namespace torchrec_hkv::hash_table::cpu

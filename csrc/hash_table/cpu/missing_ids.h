@@ -14,7 +14,7 @@ namespace torchrec_hkv::hash_table::cpu {
 
 constexpr uint32_t kNone = UINT32_MAX;
 
-struct Missing {
+struct MissingId {
   uint32_t position;  // in the batch
   int32_t table;
   BucketChoice choice;
@@ -41,7 +41,7 @@ class MissingIds {
     });
     for (int64_t part = 0; part < parts; ++part) starts[part + 1] += starts[part];
     size_ = starts[parts];
-    ids_ = std::make_unique_for_overwrite<Missing[]>(size_);
+    ids_ = std::make_unique_for_overwrite<MissingId[]>(size_);
     parallel_for(parts, 4, threads, [&](int64_t begin, int64_t end) {
       for (int64_t part = begin; part < end; ++part) {
         if (starts[part] == starts[part + 1]) continue;
@@ -53,13 +53,13 @@ class MissingIds {
 
   int64_t size() const { return size_; }
   int64_t groups() const { return (size_ + kGroup - 1) / kGroup; }
-  Missing* begin() const { return ids_.get(); }
-  Missing* begin(int64_t group) const { return ids_.get() + group * kGroup; }
-  Missing* end(int64_t group) const { return ids_.get() + std::min(size_, (group + 1) * kGroup); }
+  MissingId* begin() const { return ids_.get(); }
+  MissingId* begin(int64_t group) const { return ids_.get() + group * kGroup; }
+  MissingId* end(int64_t group) const { return ids_.get() + std::min(size_, (group + 1) * kGroup); }
 
  private:
   static void collect(const TableView* tables, const Batch& batch, const int64_t* slots,
-                      int64_t begin, int64_t end, Missing* to) {
+                      int64_t begin, int64_t end, MissingId* to) {
     for (int32_t feature = batch.feature_of(begin); begin < end; ++feature) {
       const int32_t table = batch.feature_tables[feature];
       const int64_t stop = std::min(end, batch.feature_start(feature + 1));
@@ -76,7 +76,7 @@ class MissingIds {
         for (int64_t i = 0; i < n; ++i) {
           const int64_t id = batch.ids[positions[i]];
           const BucketChoice choice = buckets_of(tables[table], id);
-          *to++ = Missing{positions[i], table, choice, kNone, kNone, false, false};
+          *to++ = MissingId{positions[i], table, choice, kNone, kNone, false, false};
         }
       }
     }
@@ -87,21 +87,21 @@ class MissingIds {
   void order() {
     const uint32_t entries = size_ < (1 << 12) ? 1 << 12 : 1 << 17;
     std::vector<uint32_t> last(entries, kNone);
-    const auto visit = [&](int32_t table, uint32_t bucket, uint32_t own) {
+    const auto visit = [&](int32_t table, uint32_t bucket, uint32_t index) {
       uint32_t& entry = last[(bucket + static_cast<uint32_t>(table) * 0x9e3779b9u) & (entries - 1)];
       const uint32_t before = entry;
-      entry = own;
-      return before == kNone || before / kGroup == own / kGroup ? kNone : before;
+      entry = index;
+      return before == kNone || before / kGroup == index / kGroup ? kNone : before;
     };
     for (int64_t i = 0; i < size_; ++i) {
-      Missing& it = ids_[i];
-      const auto own = static_cast<uint32_t>(i);
-      it.after_first = visit(it.table, it.choice.first, own);
-      it.after_second = visit(it.table, it.choice.second, own);
+      MissingId& it = ids_[i];
+      const auto index = static_cast<uint32_t>(i);
+      it.after_first = visit(it.table, it.choice.first, index);
+      it.after_second = visit(it.table, it.choice.second, index);
     }
   }
 
-  std::unique_ptr<Missing[]> ids_;
+  std::unique_ptr<MissingId[]> ids_;
   int64_t size_ = 0;
 };
 

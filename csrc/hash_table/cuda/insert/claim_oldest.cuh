@@ -15,11 +15,11 @@ namespace torchrec_hkv::hash_table::cuda {
 struct Oldest {
   uint32_t step = kFreeStep;
   uint32_t next = kFreeStep;
-  uint32_t at = 0;
+  uint32_t position = 0;
 
-  __device__ __forceinline__ void look_at(uint32_t other, uint32_t its_place) {
+  __device__ __forceinline__ void consider(uint32_t other, uint32_t at) {
     next = min(next, max(step, other));
-    if (other < step) at = its_place;
+    if (other < step) position = at;
     step = min(step, other);
   }
 };
@@ -34,9 +34,9 @@ __device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number)
   Oldest oldest;
 #pragma unroll
   for (int k = 0; k < kGroupSectors; ++k) {
-    oldest.look_at(steps[k].x, k * kSectorSlots);
-    oldest.look_at(steps[k].y, k * kSectorSlots + 1);
-    oldest.look_at(steps[k].z, k * kSectorSlots + 2);
+    oldest.consider(steps[k].x, k * kSectorSlots);
+    oldest.consider(steps[k].y, k * kSectorSlots + 1);
+    oldest.consider(steps[k].z, k * kSectorSlots + 2);
   }
   return oldest;
 }
@@ -45,9 +45,9 @@ __device__ __forceinline__ Oldest oldest_of(const uint32_t* sectors, int number)
 // the lowest bound: if no other bound is lower than this group's oldest entry, that is the oldest
 // of all. Bounds stay valid because last steps only grow. Bounds that are too low are raised here.
 // Called by one thread.
-__device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
-                                                     const BucketChoice& choice, uint32_t now,
-                                                     uint32_t pinned_from) {
+__device__ __forceinline__ SlotClaim claim_oldest_packed(const TableView& table,
+                                                         const BucketChoice& choice, uint32_t now,
+                                                         uint32_t pinned_from) {
   for (;;) {
     uint32_t bounds[2 * kGroups];
 #pragma unroll
@@ -81,14 +81,14 @@ __device__ __forceinline__ Place claim_oldest_packed(const TableView& table,
     uint32_t* const bound = table.oldest + static_cast<int64_t>(bucket) * kGroups + group % kGroups;
     if (!decided || pinned) {
       atomicMax(bound, min(oldest.step, now));
-      if (decided) return Place{kNoRoom, kNoSlot, 0};
+      if (decided) return SlotClaim{kAllPinned, kNoSlot, 0};
       continue;
     }
-    const uint32_t position = first_sector * kSectorSlots + oldest.at;
+    const uint32_t position = first_sector * kSectorSlots + oldest.position;
     if (atomicCAS(entry_at(table, bucket, position).step(), oldest.step, now) == oldest.step) {
       atomicMax(bound, min(oldest.next, now));
-      return Place{kReplaced, static_cast<int64_t>(bucket) * table.bucket_slots + position,
-                   oldest.step};
+      return SlotClaim{kReplaced, static_cast<int64_t>(bucket) * table.bucket_slots + position,
+                       oldest.step};
     }
   }
 }

@@ -1,4 +1,4 @@
-#include "tensor_train/cpu/zeroed_memory.h"
+#include "tensor_train/cpu/zeroed_buffer.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -67,7 +67,7 @@ KeptBlocks& kept_blocks() {
 
 }  // namespace
 
-ZeroedFloats::ZeroedFloats(int64_t size) : size_(size) {
+ZeroedBuffer::ZeroedBuffer(int64_t size) : size_(size) {
   const Block block = kept_blocks().take(std::max<int64_t>(size, 1));
   data_ = block.data;
   capacity_ = block.capacity;
@@ -77,13 +77,13 @@ ZeroedFloats::ZeroedFloats(int64_t size) : size_(size) {
   if (data_ == nullptr) throw std::bad_alloc();
 }
 
-ZeroedFloats::~ZeroedFloats() { std::free(data_); }
+ZeroedBuffer::~ZeroedBuffer() { std::free(data_); }
 
-void ZeroedFloats::keep() {
+void ZeroedBuffer::keep() {
   if (data_ != nullptr && kept_blocks().keep({data_, capacity_})) data_ = nullptr;
 }
 
-void ZeroedFloats::clear_and_keep() {
+void ZeroedBuffer::clear_and_keep() {
   if (data_ != nullptr) std::fill_n(data_, size_, 0.0f);
   keep();
 }

@@ -49,27 +49,27 @@ struct FourIds {
   float4 lasts[4];   // for the id of column: four ranks by row
 
   // Reads ids from `from` on, of the `limit` ids in the lanes. Beyond them, the last id repeats.
-  __device__ __forceinline__ void read(const TileInput& in, const Piece<Config>& piece,
+  __device__ __forceinline__ void read(const TileInput& in, const BlockTask<Config>& task,
                                        const IdLane& id, int from, int limit) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int of_column = min(from + column, limit - 1), of_row = min(from + row / 2, limit - 1);
     const uint32_t source = __shfl_sync(kAllLanes, id.source, of_column);
     const uint32_t other_source = __shfl_sync(kAllLanes, id.source, of_row);
     const int32_t last = __shfl_sync(kAllLanes, id.last, of_column);
-    const RowPlace<Config> place(piece);
-    const int32_t last_q = piece.last_q(), last_r = piece.last_r();
+    const RowOffsets<Config> place(task);
+    const int32_t last_q = task.last_q(), last_r = task.last_r();
     const float* const at = unit_row(in, source) + place.first;
     low = load_row<Config>(at, place.width, place.has_first ? last_q : 0);
     high = load_row<Config>(at + place.step, place.width, place.has_second ? last_q : 0);
     const float* const line =
-        unit_row(in, other_source) + (column * piece.middle_step() + row % 2 * 2);
+        unit_row(in, other_source) + (column * task.middle_step() + row % 2 * 2);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int left = piece.has_head(e) && piece.has_middle(column) ? last_q - row % 2 * 2 : 0;
-      other[e] = load_row_pair<Config>(line + e * piece.head_step(), place.width, left);
+      const int remaining = task.has_head(e) && task.has_middle(column) ? last_q - row % 2 * 2 : 0;
+      other[e] = load_row_pair<Config>(line + e * task.head_step(), place.width, remaining);
     }
     const float* const slice =
-        static_cast<const float*>(piece.table->last) +
+        static_cast<const float*>(task.table->last) +
         (static_cast<size_t>(static_cast<uint32_t>(last)) * static_cast<uint32_t>(last_q * last_r) +
          row * 4);
 #pragma unroll
@@ -81,21 +81,21 @@ struct FourIds {
     }
   }
 
-  // Zeroes ids from `left` on, which do not exist.
-  __device__ __forceinline__ void cut(int left) {
+  // Zeroes ids from `remaining` on, which do not exist.
+  __device__ __forceinline__ void cut(int remaining) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-    if (column >= left) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (row / 2 >= left) {
+    if (column >= remaining) low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (row / 2 >= remaining) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) other[e] = make_float2(0.0f, 0.0f);
     }
   }
 
-  // first: the first of the four distinct ids, of which `left` exist.
-  __device__ __forceinline__ void scale(const float* factors, int first, int left) {
+  // first: the first of the four distinct ids, of which `remaining` exist.
+  __device__ __forceinline__ void scale(const float* factors, int first, int remaining) {
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-    const float factor = factors[first + min(column, left - 1)];
-    const float other_factor = factors[first + min(row / 2, left - 1)];
+    const float factor = factors[first + min(column, remaining - 1)];
+    const float other_factor = factors[first + min(row / 2, remaining - 1)];
     low = scaled(low, factor);
     high = scaled(high, factor);
 #pragma unroll
@@ -110,22 +110,22 @@ struct FourIds {
 // last core are already in `values`.
 template <typename Config, typename Last>
 __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
-                                                 const Piece<Config>& piece, const float* prefix,
+                                                 const BlockTask<Config>& task, const float* prefix,
                                                  int begin, int end, bool gather, const Last& last,
                                                  LastValues& values) {
   constexpr int kProducts = Config::kProducts;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  const RowPlace<Config> place(piece);
-  const bool more_columns = Config::kWholeLasts || piece.last_q() > 2;
-  const bool more_ranks = Config::kKnownRanks || piece.last_r() > 16;
-  PrefixOperand<kProducts> held;
-  held.template read<Config>(prefix);
+  const RowOffsets<Config> place(task);
+  const bool more_columns = Config::kWholeLasts || task.last_q() > 2;
+  const bool more_ranks = Config::kKnownRanks || task.last_r() > 16;
+  PrefixOperand<kProducts> operands;
+  operands.template read<Config>(prefix);
 #pragma unroll 1
   for (int base = begin; base < end; base += 32) {
     const int limit = min(32, end - base);
     auto read = [&](int from) {
       const int at = min(from + row / 2, limit - 1);  // beyond the ids, the last id repeats
-      last.read(piece, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, at), 0, 0, &values);
+      last.read(task, from + row / 2 < limit, __shfl_sync(kAllLanes, id.last, at), 0, 0, &values);
     };
     if (base > begin) {
       id.read(in, UnstagedIds{}, base + lane, lane < limit);
@@ -135,10 +135,10 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
     for (int from = 0; from < limit; from += 4) {
       const uint32_t source = __shfl_sync(kAllLanes, id.source, from + column);
       float sums[2][4] = {};
-      add_rows(sums, held, values, more_columns, more_ranks);
+      add_rows(sums, operands, values, more_columns, more_ranks);
       if (from + 4 < limit) read(from + 4);
       if (from + column < limit) {
-        put_rows<Config>(in, place, 0, piece.last_q(), base + from + column, source, gather, sums);
+        put_rows<Config>(in, place, 0, task.last_q(), base + from + column, source, gather, sums);
       }
     }
   }
@@ -148,13 +148,14 @@ __device__ __forceinline__ void lookup_ids_ahead(const TileInput& in, IdLane id,
 // first 32 ids are in `id`, and the first four have been loaded. The gradient of the prefix
 // replaces the prefix in shared memory; gradients of the last core go to last_grad.
 template <typename Config, typename LastGrad>
-__device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Piece<Config>& piece,
-                                                   IdLane id, float* prefix, int begin, int end,
+__device__ __forceinline__ void gradient_ids_ahead(const TileInput& in,
+                                                   const BlockTask<Config>& task, IdLane id,
+                                                   float* prefix, int begin, int end,
                                                    const LastGrad& last_grad, int first_r,
                                                    FourIds<Config>& four) {
   constexpr int kProducts = Config::kProducts;
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-  const bool more_columns = Config::kWholeLasts || piece.last_q() > 2;
+  const bool more_columns = Config::kWholeLasts || task.last_q() > 2;
   float sums[4][4] = {};
 #pragma unroll 1
   for (int base = begin; base < end; base += 32) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
         id.last = in.lasts[base + lane];
         id.source = in.sources[base + lane];
       }
-      four.read(in, piece, id, 0, limit);
+      four.read(in, task, id, 0, limit);
     }
 #pragma unroll 1
     for (int from = 0; from < limit; from += 4) {
@@ -176,9 +177,8 @@ __device__ __forceinline__ void gradient_ids_ahead(const TileInput& in, const Pi
       float d[4][4] = {};
       last_grad_of<kProducts>(d, four.other, values);
       const int32_t other_last = __shfl_sync(kAllLanes, id.last, from + row / 2);
-      if (from + 4 < limit) four.read(in, piece, id, from + 4, limit);
-      last_grad.add(piece, from + row / 2 < limit, other_last, row % 2 * 2, first_r + 4 * column,
-                    d);
+      if (from + 4 < limit) four.read(in, task, id, from + 4, limit);
+      last_grad.add(task, from + row / 2 < limit, other_last, row % 2 * 2, first_r + 4 * column, d);
     }
   }
   __syncwarp();  // all lanes have read the prefix

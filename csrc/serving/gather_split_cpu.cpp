@@ -9,28 +9,29 @@
 
 namespace torchrec_hkv::serving::cpu {
 
-void gather(const Gathered& its, int threads) {
+void gather(const GatherArguments& arguments, int threads) {
   constexpr int64_t kAhead = 24;
-  parallel_for_beside(
-      its.n, std::max(int64_t{1}, (int64_t{1} << 18) / its.row_bytes), threads,
-      [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          if (i + kAhead < end) {
-            const char* const next = its.rows + its.order[i + kAhead] * its.row_bytes;
-            for (int64_t at = 0; at < its.row_bytes; at += 64) {
-              __builtin_prefetch(next + at);
-              asm volatile("");  // GCC drops loops that only prefetch
-            }
-            __builtin_prefetch(next + its.row_bytes - 1);
-          }
-          std::memcpy(its.out + i * its.row_bytes, its.rows + its.order[i] * its.row_bytes,
-                      static_cast<size_t>(its.row_bytes));
-        }
-      });
+  parallel_for_beside(arguments.n, std::max(int64_t{1}, (int64_t{1} << 18) / arguments.row_bytes),
+                      threads, [&](int64_t begin, int64_t end) {
+                        for (int64_t i = begin; i < end; ++i) {
+                          if (i + kAhead < end) {
+                            const char* const next =
+                                arguments.rows + arguments.order[i + kAhead] * arguments.row_bytes;
+                            for (int64_t at = 0; at < arguments.row_bytes; at += 64) {
+                              __builtin_prefetch(next + at);
+                              asm volatile("");  // GCC drops loops that only prefetch
+                            }
+                            __builtin_prefetch(next + arguments.row_bytes - 1);
+                          }
+                          std::memcpy(arguments.out + i * arguments.row_bytes,
+                                      arguments.rows + arguments.order[i] * arguments.row_bytes,
+                                      static_cast<size_t>(arguments.row_bytes));
+                        }
+                      });
 }
 
-void split(const int64_t* ids, int64_t n, uint32_t parts, const Split& out, int threads) {
-  const Geometry geometry{parts, 1};
+void split(const int64_t* ids, int64_t n, uint32_t parts, const SplitOutput& out, int threads) {
+  const IndexGeometry geometry{parts, 1};
   const auto part_of = [&](int64_t i) { return block_of_mix(mix_of_id(ids[i]), geometry); };
   // Each share of the ids has its own range in each part, so that the order of ids is kept.
   const int64_t shares = std::max(int64_t{1}, std::min<int64_t>(threads, n / (parts + 4096)));

@@ -1,4 +1,4 @@
-#include "planner/sites.h"
+#include "planner/placement_state.h"
 
 #include <algorithm>
 #include <numeric>
@@ -6,7 +6,8 @@
 
 namespace torchrec_hkv::planner {
 
-Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time)
+PlacementState::PlacementState(std::vector<RankState> ranks, int per_host, bool has_hosts,
+                               bool by_time)
     : ranks_(std::move(ranks)),
       per_host_(per_host),
       has_hosts_(has_hosts),
@@ -17,30 +18,30 @@ Sites::Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time
   std::stable_sort(order_.begin(), order_.end(),
                    [&](int a, int b) { return a % per_host < b % per_host; });
   if (by_time) return;
-  for (Rank& rank : ranks_) rank.time = 0;
+  for (RankState& rank : ranks_) rank.time = 0;
 }
 
 // Prefers ranks with less time, or emptier ranks. Among equal ranks, those with lower numbers on
 // their host come first, as in TorchRec.
-bool Sites::is_preferred(const Rank& a, const Rank& b) const {
+bool PlacementState::is_preferred(const RankState& a, const RankState& b) const {
   if (prefers_time_) return a.time < b.time;
   return std::pair(-a.hbm, -a.host) < std::pair(-b.hbm, -b.host);
 }
 
-double Sites::slowest() const {
+double PlacementState::slowest() const {
   double most = 0;
-  for (const Rank& rank : ranks_) most = std::max(most, rank.time);
+  for (const RankState& rank : ranks_) most = std::max(most, rank.time);
   return most;
 }
 
-int Sites::first(const Unit& unit) {
+int PlacementState::first(const PlacementUnit& unit) {
   if (unit.spread != Spread::kAnyRank) {
     for (const int site : hosts(unit)) {
       if (take(unit, site)) {
         free(unit);
         return site;
       }
-      has_passed_over_ = true;
+      skipped_preferred_ = true;
     }
     return -1;
   }
@@ -50,11 +51,11 @@ int Sites::first(const Unit& unit) {
     if (!ranks_[r].has(*unit.needs)) continue;
     if (found < 0 || is_preferred(ranks_[r], ranks_[found])) found = r;
   }
-  if (found != first) has_passed_over_ = true;
+  if (found != first) skipped_preferred_ = true;
   return found;
 }
 
-std::vector<int> Sites::all(const Unit& unit) {
+std::vector<int> PlacementState::all(const PlacementUnit& unit) {
   std::vector<int> found;
   const auto add = [&](int site) {
     const auto is_equal = [&](int other) { return are_equal(unit, site, other); };
@@ -76,10 +77,10 @@ std::vector<int> Sites::all(const Unit& unit) {
   return found;
 }
 
-bool Sites::take(const Unit& unit, int site) {
+bool PlacementState::take(const PlacementUnit& unit, int site) {
   const size_t begin = taken_.size();
   for (size_t i = 0; i < unit.count; ++i) {
-    const Need& need = unit.needs[i];
+    const ShardNeed& need = unit.needs[i];
     int rank = site;
     if (unit.spread == Spread::kHostRanks) rank = site * per_host_ + static_cast<int>(i);
     if (unit.spread == Spread::kOneHost) rank = in_host(need, site);
@@ -93,9 +94,9 @@ bool Sites::take(const Unit& unit, int site) {
   return true;
 }
 
-void Sites::overflow(const Unit& unit) {
-  const Need& need = *unit.needs;
-  const auto more = [&](const Rank& a, const Rank& b) {
+void PlacementState::overflow(const PlacementUnit& unit) {
+  const ShardNeed& need = *unit.needs;
+  const auto more = [&](const RankState& a, const RankState& b) {
     return need.hbm > 0 ? a.hbm < b.hbm : a.host < b.host;
   };
   const auto most = std::max_element(ranks_.begin(), ranks_.end(), more);
@@ -104,18 +105,18 @@ void Sites::overflow(const Unit& unit) {
   placed_.push_back(rank);
 }
 
-void Sites::free(const Unit& unit) {
+void PlacementState::free(const PlacementUnit& unit) {
   undo(unit, taken_.size() - unit.count);
   placed_.pop_back();
 }
 
-void Sites::put(const Need& need, int rank) {
+void PlacementState::put(const ShardNeed& need, int rank) {
   taken_.push_back(rank);
   before_.push_back(ranks_[rank].time);
-  ranks_[rank].take(by_time_ ? need : Need{need.hbm, need.host, 0});
+  ranks_[rank].take(by_time_ ? need : ShardNeed{need.hbm, need.host, 0});
 }
 
-void Sites::undo(const Unit& unit, size_t begin) {
+void PlacementState::undo(const PlacementUnit& unit, size_t begin) {
   while (taken_.size() > begin) {
     ranks_[taken_.back()].free(unit.needs[taken_.size() - begin - 1], before_.back());
     taken_.pop_back();
@@ -124,7 +125,7 @@ void Sites::undo(const Unit& unit, size_t begin) {
 }
 
 // The preferred rank of a host with enough memory; -1 if there is none.
-int Sites::in_host(const Need& need, int host) const {
+int PlacementState::in_host(const ShardNeed& need, int host) const {
   int found = -1;
   for (int r = host * per_host_; r < (host + 1) * per_host_; ++r) {
     if (ranks_[r].has(need) && (found < 0 || is_preferred(ranks_[r], ranks_[found]))) found = r;
@@ -134,18 +135,18 @@ int Sites::in_host(const Need& need, int host) const {
 
 // Hosts on which a unit may be, the preferred first: by the total time of their ranks, or by the
 // free memory of their fullest rank.
-std::vector<int> Sites::hosts(const Unit& unit) const {
-  std::vector<Rank> of_hosts;
+std::vector<int> PlacementState::hosts(const PlacementUnit& unit) const {
+  std::vector<RankState> of_hosts;
   std::vector<int> order;
   for (int h = 0; h < static_cast<int>(ranks_.size()) / per_host_; ++h) {
-    Rank all = ranks_[h * per_host_];
+    RankState all = ranks_[h * per_host_];
     for (int r = h * per_host_ + 1; r < (h + 1) * per_host_; ++r) {
       all.hbm = std::min(all.hbm, ranks_[r].hbm);
       all.host = std::min(all.host, ranks_[r].host);
       all.time += ranks_[r].time;
     }
     of_hosts.push_back(all);
-    if (std::find(placed_.end() - unit.apart, placed_.end(), h) == placed_.end()) {
+    if (std::find(placed_.end() - unit.distinct_hosts_before, placed_.end(), h) == placed_.end()) {
       order.push_back(h);
     }
   }
@@ -154,14 +155,14 @@ std::vector<int> Sites::hosts(const Unit& unit) const {
   return order;
 }
 
-bool Sites::are_equal(const Unit& unit, int a, int b) const {
+bool PlacementState::are_equal(const PlacementUnit& unit, int a, int b) const {
   if (unit.spread == Spread::kAnyRank) {
     // Ranks of different hosts are not equal if other units must be on one host.
     return ranks_[a].equals(ranks_[b]) && (!has_hosts_ || a / per_host_ == b / per_host_);
   }
   const auto ranks = ranks_.begin();
   return std::equal(ranks + a * per_host_, ranks + (a + 1) * per_host_, ranks + b * per_host_,
-                    [](const Rank& one, const Rank& other) { return one.equals(other); });
+                    [](const RankState& one, const RankState& other) { return one.equals(other); });
 }
 
 }  // namespace torchrec_hkv::planner

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <utility>
 
-#include "common/chain.cuh"
+#include "common/dependent_launch.cuh"
 
 namespace torchrec_hkv {
 namespace {
@@ -35,14 +35,14 @@ void allow_launch(const void* kernel, const LaunchShape& shape) {
 }
 
 int compute_capability() {
-  constexpr int kMost = 64;  // devices that are remembered
-  static std::atomic<int> known[kMost];
+  constexpr int kMax = 64;  // devices that are remembered
+  static std::atomic<int> known[kMax];
   int device = 0;
   HKV_CUDA_CHECK(cudaGetDevice(&device));
-  int major = device < kMost ? known[device].load(std::memory_order_relaxed) : 0;
+  int major = device < kMax ? known[device].load(std::memory_order_relaxed) : 0;
   if (major != 0) return major;
   HKV_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  if (device < kMost) known[device].store(major, std::memory_order_relaxed);
+  if (device < kMax) known[device].store(major, std::memory_order_relaxed);
   return major;
 }
 
@@ -53,8 +53,8 @@ unsigned multiprocessors() {
   return static_cast<unsigned>(number);
 }
 
-void launch_chained(const void* kernel, const LaunchShape& shape, cudaStream_t stream,
-                    void** arguments) {
+void launch_dependent(const void* kernel, const LaunchShape& shape, cudaStream_t stream,
+                      void** arguments) {
   allow_launch(kernel, shape);
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;

@@ -25,9 +25,9 @@ int64_t region_slots(const TableView& table, const Widths& widths) {
 // Puts the entries [begin, end) of a batch into their slots; returns how many were not placed.
 // kStreams: see write_entry.
 template <bool kStreams>
-int64_t place(const TableView& table, const Widths& widths, const SlotPrefetch& prefetch,
-              const Restored& batch, int64_t begin, int64_t end) {
-  int64_t lost = 0;
+int64_t place_entries(const TableView& table, const Widths& widths, const SlotPrefetch& prefetch,
+                      const RestoreBatch& batch, int64_t begin, int64_t end) {
+  int64_t not_placed = 0;
   for (int64_t i = begin; i < std::min(end, begin + kAhead); ++i) prefetch(batch.slots[i]);
   for (int64_t i = begin; i < end; ++i) {
     if (i + kAhead < end) prefetch(batch.slots[i + kAhead]);
@@ -36,26 +36,26 @@ int64_t place(const TableView& table, const Widths& widths, const SlotPrefetch& 
     const int64_t bucket = bucket_of_slot(slot, table.bucket_slots);
     uint16_t& digest = table.digests[bucket * kBucketDigests + slot - bucket * table.bucket_slots];
     if ((bucket != choice.first && bucket != choice.second) || digest != kEmptyDigest) {
-      ++lost;
+      ++not_placed;
       continue;
     }
     digest = choice.digest;
     write_entry<kStreams>(table, widths, slot, batch.entries, i);
   }
-  return lost;
+  return not_placed;
 }
 
 }  // namespace
 
-int64_t restore_together(const TableView& table, const std::vector<Restored>& batches,
-                         int threads) {
+int64_t restore_batches(const TableView& table, const std::vector<RestoreBatch>& batches,
+                        int threads) {
   const Widths widths = widths_of(table);
   // A row is written once and whole, so that nothing of it needs to be read.
   const bool streams = whole_lines(table.rows.backing, widths.row) && table.rows.frames == nullptr;
   const SlotPrefetch prefetch(table, !streams);
-  const auto put = streams ? place<true> : place<false>;
+  const auto put = streams ? place_entries<true> : place_entries<false>;
   int64_t first = table.num_slots, last = -1;
-  for (const Restored& batch : batches) {
+  for (const RestoreBatch& batch : batches) {
     if (batch.entries.n == 0) continue;
     first = std::min(first, batch.slots[0]);
     last = std::max(last, batch.slots[batch.entries.n - 1]);
@@ -63,40 +63,40 @@ int64_t restore_together(const TableView& table, const std::vector<Restored>& ba
   if (last < first) return 0;
   const int64_t region = region_slots(table, widths);
   first = first / region * region;  // regions begin with a bucket
-  std::atomic<int64_t> lost{0};
+  std::atomic<int64_t> not_placed{0};
   const int64_t regions = (last - first) / region + 1;
   parallel_for_beside(regions, 4, threads, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> next;
-    for (const Restored& batch : batches) {
+    for (const RestoreBatch& batch : batches) {
       const int64_t* const slots_end = batch.slots + batch.entries.n;
       next.push_back(std::lower_bound(batch.slots, slots_end, first + begin * region) -
                      batch.slots);
     }
-    int64_t mine = 0;
+    int64_t not_placed_here = 0;
     for (int64_t r = begin; r < end; ++r) {
       const int64_t region_end = first + (r + 1) * region;
       for (size_t b = 0; b < batches.size(); ++b) {
-        const Restored& batch = batches[b];
+        const RestoreBatch& batch = batches[b];
         const int64_t from = next[b];
         while (next[b] < batch.entries.n && batch.slots[next[b]] < region_end) ++next[b];
-        mine += put(table, widths, prefetch, batch, from, next[b]);
+        not_placed_here += put(table, widths, prefetch, batch, from, next[b]);
       }
     }
     finish_streams();
-    lost += mine;
+    not_placed += not_placed_here;
   });
-  return lost;
+  return not_placed;
 }
 
 int64_t find_repeated(const TableView& table, int threads) {
   std::atomic<int64_t> found{kNoSlot};
-  const auto look = [&](int64_t first, int64_t last) {
-    struct Elsewhere {  // an id that is in its second bucket
+  const auto find_in_buckets = [&](int64_t first, int64_t last) {
+    struct IdInSecondBucket {  // an id that is in its second bucket
       int64_t slot;
       BucketChoice choice;
     };
     // The ids of a bucket wait for the lines of their other buckets while the next one is read.
-    std::array<Elsewhere, 2 * kBucketDigests> waiting;
+    std::array<IdInSecondBucket, 2 * kBucketDigests> waiting;
     int waits[2] = {0, 0};
     const auto finish = [&](int turn) {
       for (int k = 0; k < waits[turn]; ++k) {
@@ -128,7 +128,7 @@ int64_t find_repeated(const TableView& table, int threads) {
     finish(0);
     finish(1);
   };
-  parallel_for_beside(table.num_buckets, 256, threads, look);
+  parallel_for_beside(table.num_buckets, 256, threads, find_in_buckets);
   return found;
 }
 

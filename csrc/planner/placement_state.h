@@ -22,81 +22,81 @@ inline int64_t subtracted(int64_t a, int64_t b) {
 }
 
 // Free memory of a rank, and the time of the shards on it.
-struct Rank {
+struct RankState {
   int64_t hbm;
   int64_t host;
   double time;
 
-  bool has(const Need& need) const { return hbm >= need.hbm && host >= need.host; }
-  void take(const Need& need) {
+  bool has(const ShardNeed& need) const { return hbm >= need.hbm && host >= need.host; }
+  void take(const ShardNeed& need) {
     hbm = subtracted(hbm, need.hbm);
     host = subtracted(host, need.host);
     time += need.time;
   }
   // Undoes take(). before: the rank's time before take().
-  void free(const Need& need, double before) {
+  void free(const ShardNeed& need, double before) {
     hbm += need.hbm;
     host += need.host;
     time = before;
   }
-  bool equals(const Rank& other) const {
+  bool equals(const RankState& other) const {
     return hbm == other.hbm && host == other.host && time == other.time;
   }
 };
 
 // The shards that are placed in one step: one shard, or all shards that must be on one host.
-struct Unit {
-  const Need* needs;
+struct PlacementUnit {
+  const ShardNeed* needs;
   size_t count;
   Spread spread;
-  size_t option, shard;  // the first shard
-  int64_t size;          // units are placed by size, the largest first
-  size_t apart = 0;      // number of units before this one that must be on other hosts
+  size_t option, shard;              // the first shard
+  int64_t size;                      // units are placed by size, the largest first
+  size_t distinct_hosts_before = 0;  // number of units before this one that must be on other hosts
 };
 
 // The ranks while units are placed. The sites of a unit are ranks or hosts.
-class Sites {
+class PlacementState {
  public:
   // has_hosts: whether there are units that must be on one host.
   // by_time: whether ranks and hosts with little time are preferred, rather than empty ones. If
   // false, times are zeros, so that the result does not depend on whether times are known.
-  Sites(std::vector<Rank> ranks, int per_host, bool has_hosts, bool by_time);
+  PlacementState(std::vector<RankState> ranks, int per_host, bool has_hosts, bool by_time);
 
   // Changes the preference; times are kept.
   void prefer_time(bool prefers_time) { prefers_time_ = prefers_time; }
 
   // Whether first() has skipped a preferred site because it lacked memory.
-  bool has_passed_over() const { return has_passed_over_; }
+  bool skipped_preferred() const { return skipped_preferred_; }
 
   double slowest() const;
   // The preferred site with enough memory; -1 if there is none.
-  int first(const Unit& unit);
+  int first(const PlacementUnit& unit);
   // Sites with enough memory, the preferred first. Among equal sites only the first is listed.
-  std::vector<int> all(const Unit& unit);
+  std::vector<int> all(const PlacementUnit& unit);
   // Places a unit; false if there is not enough memory.
-  bool take(const Unit& unit, int site);
+  bool take(const PlacementUnit& unit, int site);
   // Places a shard on the rank with the most free memory, which may become negative.
-  void overflow(const Unit& unit);
+  void overflow(const PlacementUnit& unit);
   // Undoes the last successful take().
-  void free(const Unit& unit);
+  void free(const PlacementUnit& unit);
 
   size_t num_placed() const { return placed_.size(); }
   // The rank of each shard, in the order of the units.
   const std::vector<int>& taken() const { return taken_; }
-  const std::vector<Rank>& ranks() const { return ranks_; }
+  const std::vector<RankState>& ranks() const { return ranks_; }
 
  private:
-  bool is_preferred(const Rank& a, const Rank& b) const;
-  void put(const Need& need, int rank);
-  void undo(const Unit& unit, size_t begin);
-  int in_host(const Need& need, int host) const;
-  std::vector<int> hosts(const Unit& unit) const;
-  bool are_equal(const Unit& unit, int a, int b) const;
+  bool is_preferred(const RankState& a, const RankState& b) const;
+  void put(const ShardNeed& need, int rank);
+  void undo(const PlacementUnit& unit, size_t begin);
+  int in_host(const ShardNeed& need, int host) const;
+  std::vector<int> hosts(const PlacementUnit& unit) const;
+  bool are_equal(const PlacementUnit& unit, int a, int b) const;
 
-  std::vector<Rank> ranks_;
+  std::vector<RankState> ranks_;
   int per_host_;
   bool has_hosts_, by_time_, prefers_time_;
-  bool has_passed_over_ = false;
+  bool skipped_preferred_ = false;
   std::vector<int> order_;      // ranks: the first of each host, the second of each, and so on
   std::vector<int> taken_;      // ranks of the placed shards
   std::vector<double> before_;  // times of these ranks before the shards were placed

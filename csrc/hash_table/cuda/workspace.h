@@ -10,14 +10,14 @@ constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Takes parts one after the other from memory that begins at such a multiple. If `base` is null, it
 // only counts bytes.
-class Carver {
+class WorkspaceAllocator {
  public:
-  explicit Carver(char* base) : base_(base) {}
+  explicit WorkspaceAllocator(char* base) : base_(base) {}
   template <typename T>
   T* take(size_t number) {
-    char* const place = base_ == nullptr ? nullptr : base_ + used_;
+    char* const part = base_ == nullptr ? nullptr : base_ + used_;
     used_ += aligned(number * sizeof(T));
-    return reinterpret_cast<T*>(place);
+    return reinterpret_cast<T*>(part);
   }
   size_t used() const { return used_; }
 
