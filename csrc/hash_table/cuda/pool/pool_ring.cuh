@@ -11,12 +11,12 @@
 namespace torchrec_hkv::hash_table::cuda {
 
 // The types of rows that a kernel serves: all float32, all of 16 bits, or any.
-enum class Storage { kFloat32, k16Bits, kAny };
+enum class RowStorage { kFloat32, k16Bits, kAny };
 
-constexpr int columns_of_lane(Storage storage) { return storage == Storage::k16Bits ? 8 : 4; }
+constexpr int columns_of_lane(RowStorage storage) { return storage == RowStorage::k16Bits ? 8 : 4; }
 
 // Blocks of a multiprocessor. Eight columns for each lane take more registers.
-constexpr int pool_blocks(Storage storage) { return storage == Storage::k16Bits ? 4 : 5; }
+constexpr int pool_blocks(RowStorage storage) { return storage == RowStorage::k16Bits ? 4 : 5; }
 constexpr int kGroup = 4;   // rows of a group
 constexpr int kGroups = 3;  // groups in flight; more of them evict hot rows from L1
 constexpr int kTags = 64;   // tags of the chunk and of the groups in flight
@@ -43,22 +43,22 @@ constexpr int kScaleOffset = 8;
 // Copies the lane's columns of a stored row, and the scale of a row of 8 bits. offset: of the
 // columns in the row. kStay: L2 evicts them last. columns: for 16 bits 8, or 4 at the end of a row.
 // together: rows are multiples of 16 bytes.
-template <Storage kStorage, bool kStay>
+template <RowStorage kRowStorage, bool kStay>
 __device__ __forceinline__ void copy_columns(float4* to, const char* row, int32_t offset,
                                              RowType type, int columns, bool together) {
   const char* const from = row + offset;
   char* const bytes = reinterpret_cast<char*>(to);
   if constexpr (kStay) {
-    static_assert(kStorage == Storage::kFloat32);
+    static_assert(kRowStorage == RowStorage::kFloat32);
     copy_async_cached<16>(to, from, evict_last());
-  } else if constexpr (kStorage == Storage::k16Bits) {
+  } else if constexpr (kRowStorage == RowStorage::k16Bits) {
     if (together) {
       copy_async_cached<16>(to, from);
     } else {
       copy_async_cached<8>(to, from);
       if (columns == 8) copy_async_cached<8>(bytes + 8, from + 8);
     }
-  } else if (kStorage == Storage::kFloat32 || type == RowType::kFloat32) {
+  } else if (kRowStorage == RowStorage::kFloat32 || type == RowType::kFloat32) {
     copy_async_cached<16>(to, from);
   } else if (type == RowType::kInt8) {
     copy_async_cached<4>(to, from);

@@ -6,7 +6,7 @@ namespace {
 
 template <int kLanes>
 void launch(const PoolCall& call, const GroupShape& shape, bool hot) {
-  constexpr Storage kFloat32 = Storage::kFloat32, k16Bits = Storage::k16Bits;
+  constexpr RowStorage kFloat32 = RowStorage::kFloat32, k16Bits = RowStorage::k16Bits;
   const Batch& batch = call.batch;
   const bool float32_out = call.out.type == RowType::kFloat32, scaled = call.scaled();
   if (shape.rows_of_16_bits()) {
@@ -14,7 +14,7 @@ void launch(const PoolCall& call, const GroupShape& shape, bool hot) {
     return launch_tiles<kLanes, false, k16Bits, true, Rows::kAny>(call);
   }
   if (!shape.float32_rows) {
-    return launch_tiles<kLanes, true, Storage::kAny, false, Rows::kAny>(call);
+    return launch_tiles<kLanes, true, RowStorage::kAny, false, Rows::kAny>(call);
   }
   if (!float32_out) return launch_tiles<kLanes, true, kFloat32, false, Rows::kAny>(call);
   if (scaled) return launch_tiles<kLanes, true, kFloat32, true, Rows::kAny>(call);

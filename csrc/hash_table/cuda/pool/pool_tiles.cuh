@@ -39,14 +39,14 @@ constexpr TileLength length_of(Rows rows) {
 }
 
 // kFloat32Out: outputs are float32; otherwise of any type.
-template <int kLanes, bool kScaled, Storage kStorage, bool kFloat32Out, Rows kRows>
-__global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
+template <int kLanes, bool kScaled, RowStorage kRowStorage, bool kFloat32Out, Rows kRows>
+__global__ void __launch_bounds__(kPoolThreads, pool_blocks(kRowStorage))
     pool_tiles_kernel(const TableView* __restrict__ tables, const __grid_constant__ Batch batch,
                       const int64_t* __restrict__ slots, const __grid_constant__ Pooling pooling,
                       const __grid_constant__ Output<char> out,
                       const __grid_constant__ BagTiling tiling) {
-  constexpr int kColumns = columns_of_lane(kStorage);
-  constexpr bool kFloat32 = kStorage == Storage::kFloat32;
+  constexpr int kColumns = columns_of_lane(kRowStorage);
+  constexpr bool kFloat32 = kRowStorage == RowStorage::kFloat32;
   using Row = Columns<kColumns>;
   constexpr bool kHot = kRows == Rows::kHot, kStay = kRows == Rows::kOnce;
   static_assert(kRows == Rows::kAny || (kFloat32 && kFloat32Out && !kScaled));
@@ -59,9 +59,9 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       batch, (static_cast<int64_t>(blockIdx.x) * kPoolThreads + threadIdx.x) / kLanes);
   const TileTable table(tables[batch.feature_tables[range.feature]]);
   const RowType type = kFloat32 ? RowType::kFloat32 : table.view.rows.type;
-  const bool int8 = kStorage == Storage::kAny && type == RowType::kInt8;
+  const bool int8 = kRowStorage == RowStorage::kAny && type == RowType::kInt8;
   const int32_t dim = range.bags > 0 ? table.view.dim() : 0;
-  const int32_t column_bytes = kStorage == Storage::k16Bits ? 2 : element_size(type);
+  const int32_t column_bytes = kRowStorage == RowStorage::k16Bits ? 2 : element_size(type);
   const int32_t row_bytes = int8 ? static_cast<int32_t>(row_size(type, dim)) : dim * column_bytes;
   const bool together = row_bytes % 16 == 0;
   const RowType out_type = kFloat32Out ? RowType::kFloat32 : out.type;
@@ -99,14 +99,14 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
     // Adds the rows of the group at this place, the earliest of those in flight.
     // kType: the type of rows of 16 bits.
     const auto finish_as = [&]<RowType kType>(int stage, int first_tag) {
-      const RowType stored_type = kStorage == Storage::k16Bits ? kType : type;
+      const RowType stored_type = kRowStorage == RowStorage::k16Bits ? kType : type;
       const uint4 four_tags = *reinterpret_cast<const uint4*>(&ring.tags[first_tag]);
       const uint32_t tags[kGroup] = {four_tags.x, four_tags.y, four_tags.z, four_tags.w};
       float4 four_scales = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
       if (kScaled) four_scales = *reinterpret_cast<const float4*>(&ring.scales[first_tag]);
       const float scales[kGroup] = {four_scales.x, four_scales.y, four_scales.z, four_scales.w};
       const uint32_t all_tags = four_tags.x | four_tags.y | four_tags.z | four_tags.w;
-      if (kStorage == Storage::k16Bits && (all_tags & kTagInitial)) {
+      if (kRowStorage == RowStorage::k16Bits && (all_tags & kTagInitial)) {
         // For an initial row, the ring holds the id. Not unrolled, to save registers.
 #pragma unroll 1
         for (int k = 0; k < kGroup; ++k) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
 #pragma unroll
       for (int k = 0; k < kGroup; ++k) stored[k] = ring.rows[stage][k][lane];
       const auto row_of = [&](int k) {
-        if (kFloat32 || (kStorage == Storage::kAny && (tags[k] & kTagInitial))) {
+        if (kFloat32 || (kRowStorage == RowStorage::kAny && (tags[k] & kTagInitial))) {
           return Row::load(reinterpret_cast<const float*>(&stored[k]));
         }
         return stored_row(stored_type, stored[k]);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
       }
     };
     const auto finish = [&](int stage, int first_tag) {
-      if (kStorage == Storage::k16Bits && type == RowType::kBFloat16) {
+      if (kRowStorage == RowStorage::k16Bits && type == RowType::kBFloat16) {
         finish_as.template operator()<RowType::kBFloat16>(stage, first_tag);
       } else {
         finish_as.template operator()<RowType::kFloat16>(stage, first_tag);
@@ -241,8 +241,8 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
               if (kHot) {
                 copy_or_clear(&rows[k][lane], from[k] + row_offset, first + k < items.number);
               } else {
-                copy_columns<kStorage, kStay>(&rows[k][lane], from[k], row_offset, type, columns,
-                                              together);
+                copy_columns<kRowStorage, kStay>(&rows[k][lane], from[k], row_offset, type, columns,
+                                                 together);
               }
             }
           }
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
             float4* const to = &rows[k][lane];
             if (mine && missing >> (first + k) & 1) {
               const int64_t id = batch.ids[chunk.at + first + k];
-              if constexpr (kStorage == Storage::k16Bits) {
+              if constexpr (kRowStorage == RowStorage::k16Bits) {
                 // Initial rows are not rounded to 16 bits and do not fit: the id is stored.
                 *reinterpret_cast<int64_t*>(to) = id;
               } else {
@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
                     .store(reinterpret_cast<float*>(to));
               }
             } else if (mine && first + k < chunk.count) {
-              copy_columns<kStorage, kStay>(to, ring.addresses[first + k], row_offset, type,
-                                            columns, together);
+              copy_columns<kRowStorage, kStay>(to, ring.addresses[first + k], row_offset, type,
+                                               columns, together);
             } else {
               *to = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             }
@@ -281,10 +281,10 @@ __global__ void __launch_bounds__(kPoolThreads, pool_blocks(kStorage))
   }
 }
 
-template <int kLanes, bool kScaled, Storage kStorage, bool kFloat32Out, Rows kRows>
+template <int kLanes, bool kScaled, RowStorage kRowStorage, bool kFloat32Out, Rows kRows>
 void launch_tiles(const PoolCall& call) {
-  launch_pool(pool_tiles_kernel<kLanes, kScaled, kStorage, kFloat32Out, kRows>, kLanes,
-              pool_blocks(kStorage), length_of(kRows), call);
+  launch_pool(pool_tiles_kernel<kLanes, kScaled, kRowStorage, kFloat32Out, kRows>, kLanes,
+              pool_blocks(kRowStorage), length_of(kRows), call);
 }
 
 }  // namespace torchrec_hkv::hash_table::cuda

@@ -37,7 +37,7 @@ class RowUpdate {
 
  private:
   using Steps = ColumnSteps<kLanes, kVectors, kWidth>;
-  struct LaneColumns {  // the lane's columns in a step
+  struct StepColumns {  // the lane's columns in a step
     Columns<kWidth> v[kVectors];
   };
 
@@ -55,8 +55,8 @@ class RowUpdate {
   // All reads of a step come before its first write, because the compiler can't know that they do
   // not alias.
   template <typename Read>
-  __device__ __forceinline__ LaneColumns read(int32_t first, const Read& read_columns) const {
-    LaneColumns columns;
+  __device__ __forceinline__ StepColumns read(int32_t first, const Read& read_columns) const {
+    StepColumns columns;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int32_t column = Steps::column(v, first);
@@ -64,16 +64,16 @@ class RowUpdate {
     }
     return columns;
   }
-  __device__ __forceinline__ LaneColumns gradient(int32_t first) const {
+  __device__ __forceinline__ StepColumns gradient(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.gradient(column); });
   }
-  __device__ __forceinline__ LaneColumns value(int32_t first) const {
+  __device__ __forceinline__ StepColumns value(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.value(column); });
   }
-  __device__ __forceinline__ LaneColumns first_state(int32_t first) const {
+  __device__ __forceinline__ StepColumns first_state(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.first(column); });
   }
-  __device__ __forceinline__ LaneColumns second_state(int32_t first) const {
+  __device__ __forceinline__ StepColumns second_state(int32_t first) const {
     return read(first, [&](int32_t column) { return source_.second(column); });
   }
 
@@ -139,8 +139,8 @@ class RowUpdate {
   __device__ __forceinline__ float sum_columns(bool reads, const Term& term) const {
     float sum = 0.0f;
     Steps::for_each(table_.dim, [&](int32_t first) {
-      const LaneColumns gradients = gradient(first);
-      LaneColumns values{};
+      const StepColumns gradients = gradient(first);
+      StepColumns values{};
       if (reads) values = value(first);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -156,7 +156,7 @@ class RowUpdate {
     const OptimizerConfig& optimizer = *table_.optimizer;
     constexpr int kStates = column_states(kKind);
     Steps::for_each(table_.dim, [&](int32_t first_column) {
-      LaneColumns g = gradient(first_column), values = value(first_column), first{}, second{};
+      StepColumns g = gradient(first_column), values = value(first_column), first{}, second{};
       if constexpr (kStates >= 1) first = first_state(first_column);
       if constexpr (kStates >= 2) second = second_state(first_column);
 #pragma unroll
@@ -191,8 +191,8 @@ class RowUpdate {
     float row_squares = 0.0f, direction_squares = 0.0f;
     const auto for_each_direction = [&](const auto& visit) {
       Steps::for_each(table_.dim, [&](int32_t first_column) {
-        const LaneColumns g = gradient(first_column), values = value(first_column);
-        LaneColumns first = first_state(first_column), second = second_state(first_column);
+        const StepColumns g = gradient(first_column), values = value(first_column);
+        StepColumns first = first_state(first_column), second = second_state(first_column);
         Steps::for_columns(table_.dim, first_column, [&](int32_t column) {
           const int v = (column - first_column) / (kLanes * kWidth);
           Columns<kWidth> direction;
