@@ -42,16 +42,16 @@ def run(arguments: argparse.Namespace) -> Answer:
     from torchrec_hkv.progress import reported
 
     batch_bytes = memory(arguments)
-    wanted = None if arguments.id is None else parse_id("--id", arguments.id)
+    id_to_find = None if arguments.id is None else parse_id("--id", arguments.id)
     saved = open_folder(arguments.folder)
     tables = list(saved.tables.values())
     if arguments.table is not None:
         tables = [saved.table(arguments.table)]
     backend_tables = [table for table in tables if table.parts is not None]
-    if wanted is not None:
-        found = {table.name: find(table, wanted, batch_bytes) for table in backend_tables}
+    if id_to_find is not None:
+        found = {table.name: find(table, id_to_find, batch_bytes) for table in backend_tables}
         content: dict[str, Any] = {
-            "id": wanted,
+            "id": id_to_find,
             "tables": {
                 name: None if entry is None else dataclasses.asdict(entry)
                 for name, entry in found.items()

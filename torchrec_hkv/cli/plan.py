@@ -136,13 +136,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     if machines.gpus > MAX_GPUS:
         raise ValueError(f"--gpus is {machines.gpus}, but must be at most {MAX_GPUS}.")
     constraint, replay = _constraint(arguments), _replay(arguments, names)
-    asked = {table.name: table.rows for table in tables}
+    requested_rows = {table.name: table.rows for table in tables}
     planning = Planning(
         [_with_rows(table, replay) for table in tables],
         _OPTIMIZERS[arguments.optimizer],
         {
             name: constraint if replay is None else replay.constraint(name, constraint, rows)
-            for name, rows in asked.items()
+            for name, rows in requested_rows.items()
         },
         constraint.sharding_types,
         _batch_size(arguments),
@@ -167,14 +167,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         "tables": {name: tables[name] for name in names},
     }
     for key in ("hbm", "host"):
-        given = [0] * machines.gpus
+        used_bytes = [0] * machines.gpus
         for table in tables.values():
             for rank, count in zip(table["ranks"], table[key], strict=True):
-                given[rank] += count
-        content[f"{key}_per_gpu"] = max(given)
+                used_bytes[rank] += count
+        content[f"{key}_per_gpu"] = max(used_bytes)
     if replay is not None:
         content["replay"] = {
-            name: replay.expected(name, sum(_distinct_rows(tables[name])), asked[name])
+            name: replay.expected(name, sum(_distinct_rows(tables[name])), requested_rows[name])
             for name in names
             if name in replay.tables
         }

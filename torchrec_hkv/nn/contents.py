@@ -47,9 +47,9 @@ class TableContents:
             states: float32 ``[m, width]``.
         """
         found, at = positions(ids, self.ids)
-        taken = states.new_zeros(len(self.ids), states.shape[1])
-        taken[found] = states[at[found]]
-        return dataclasses.replace(self, states=taken)
+        selected_states = states.new_zeros(len(self.ids), states.shape[1])
+        selected_states[found] = states[at[found]]
+        return dataclasses.replace(self, states=selected_states)
 
 
 def positions(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:

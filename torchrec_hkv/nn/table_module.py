@@ -375,8 +375,8 @@ class TableModule(nn.Module):
     ) -> None:
         names = saved_names(self._tables.plan, self._prefixes)
         missing = [prefix + name for name in names if prefix + name not in state_dict]
-        given = [key for key in state_dict if key.startswith(prefix)]
-        unexpected_keys.extend(k for k in given if k.removeprefix(prefix) not in names and strict)
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        unexpected_keys.extend(k for k in keys if k.removeprefix(prefix) not in names and strict)
         if missing:
             missing_keys.extend(missing)
             return

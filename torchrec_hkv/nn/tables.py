@@ -110,8 +110,8 @@ class Tables:
         offsets, batch_size = self._offsets_of(sizes), max(sizes)
         interval = None
         if training:
-            given = None if scores is None else torch.cat(list(scores))
-            slots, interval = self._find_or_insert(flat, offsets, batch_size, given)
+            joined_scores = None if scores is None else torch.cat(list(scores))
+            slots, interval = self._find_or_insert(flat, offsets, batch_size, joined_scores)
         else:
             slots = self.group.find(flat, offsets, batch_size)
         weights = None

@@ -124,8 +124,10 @@ class TTEmbeddingBag(nn.Module):
         ):
             if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
                 raise TypeError(f"{name} is {size!r}, but must be an integer.")
-        asked = cache_size != 0 or hashtbl_size is not None or cache_populate_every is not None
-        if asked and not use_cache:
+        has_cache_arguments = (
+            cache_size != 0 or hashtbl_size is not None or cache_populate_every is not None
+        )
+        if has_cache_arguments and not use_cache:
             raise ValueError(
                 f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "
                 f"{cache_populate_every}, but use_cache is False: leave them out, or set "

@@ -51,8 +51,8 @@ class ProcessFollower(Follower):
     ) -> None:
         super().__init__(model, folder, scratch)
         self._files = tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch)
-        known = model._version.checkpoint or ""
-        arguments = [model.folder, model._save, folder.absolute(), self._files.name, known]
+        served_digest = model._version.checkpoint or ""
+        arguments = [model.folder, model._save, folder.absolute(), self._files.name, served_digest]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, arguments)],
             stdin=subprocess.PIPE,

@@ -205,8 +205,8 @@ class ServingModel:
             sample_lines = (labelled(f"{name}_{key}_total", *each) for each in counted)
             lines += family(f"{name}_{key}_total", "counter", about, sample_lines)
         for key, (about, value) in gauges.items():
-            known = [] if value is None else [f"{name}_{key} {value}"]
-            lines += family(f"{name}_{key}", "gauge", about, known)
+            samples = [] if value is None else [f"{name}_{key} {value}"]
+            lines += family(f"{name}_{key}", "gauge", about, samples)
         calls, times = f"{name}_call_seconds", self._calls.histogram()
         lines += family(calls, "histogram", "Time of calls.", histogram(calls, *times))
         return "\n".join(lines) + "\n"

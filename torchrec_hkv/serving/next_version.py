@@ -113,10 +113,10 @@ class NextVersion:
                 rows = self._stored_rows(number, ids)
                 ascending, order = ids.sort()
                 for part in parts:  # skips ids that the shard of the first columns lacks
-                    known = torch.isin(part.ids, ids)
-                    places = order[torch.searchsorted(ascending, part.ids[known])]
+                    is_changed = torch.isin(part.ids, ids)
+                    places = order[torch.searchsorted(ascending, part.ids[is_changed])]
                     columns = slice(part.begin, part.begin + part.rows.shape[1])
-                    rows[places, columns] = part.rows[known]
+                    rows[places, columns] = part.rows[is_changed]
             self._check_dim(table, rows)
         else:
             ids, rows = self._changed_rows(number, table)

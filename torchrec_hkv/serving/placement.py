@@ -89,10 +89,10 @@ class Placement:
                 in the previous version.
         """
         limits = shares({table.name: table.rows.numel() for table in tables}, self.hbm_bytes)
-        known = {table.name: table for table in before if table.hot is not None}
+        hot_tables = {table.name: table for table in before if table.hot is not None}
         codes = codes or {}
         return [
-            self._placed(each, limits[each.name], known.get(each.name), codes.get(each.name))
+            self._placed(each, limits[each.name], hot_tables.get(each.name), codes.get(each.name))
             for each in tables
         ]
 
@@ -134,10 +134,10 @@ def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, in
         return dict(sizes)
     if isinstance(hbm_bytes, Mapping):
         return {name: hbm_bytes.get(name, size) for name, size in sizes.items()}
-    result, left = {}, hbm_bytes
+    result, remaining = {}, hbm_bytes
     for number, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
-        result[name] = min(sizes[name], left // (len(sizes) - number))
-        left -= result[name]
+        result[name] = min(sizes[name], remaining // (len(sizes) - number))
+        remaining -= result[name]
     return result
 
 

@@ -233,8 +233,8 @@ class HotRowCache(nn.Module):
         if self.replicas is None:
             return ids, counts, self.total
         all_ids, all_counts = self.replicas.gather(ids), self.replicas.gather(counts)
-        distinct, of = torch.unique(all_ids, return_inverse=True)
-        sums = torch.zeros_like(distinct).index_add_(0, of, all_counts)
+        distinct, positions = torch.unique(all_ids, return_inverse=True)
+        sums = torch.zeros_like(distinct).index_add_(0, positions, all_counts)
         return distinct, sums, self.replicas.sum(self.total)
 
     def _write_back_ids(
@@ -248,10 +248,10 @@ class HotRowCache(nn.Module):
             0, self.shape.num_embeddings, (4 * counted.numel(),), generator=generator
         ).to(counted.device)
         drawn = drawn[~torch.isin(drawn, torch.cat([counted, leaving]))].unique()
-        left = (total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
+        remaining = (total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
         return (
             torch.cat([counted[others], drawn]),
-            torch.cat([counts[others].float(), left.expand(drawn.numel())]),
+            torch.cat([counts[others].float(), remaining.expand(drawn.numel())]),
         )
 
     def _halve_counts(self, counted: Tensor, counts: Tensor) -> None:
@@ -259,9 +259,9 @@ class HotRowCache(nn.Module):
         counts = counts // 2
         table = self._counter(self.rows.device)
         table.clear()
-        left = counts > 0
-        zeros = self.rows.new_zeros(int(left.sum()), 1)
-        table.insert_or_assign(counted[left], zeros, counts[left])
+        is_positive = counts > 0
+        zeros = self.rows.new_zeros(int(is_positive.sum()), 1)
+        table.insert_or_assign(counted[is_positive], zeros, counts[is_positive])
         self.total //= 2
 
     def _counts_of(self, ids: Tensor, counted: Tensor, counts: Tensor) -> Tensor:
@@ -309,11 +309,13 @@ class HotRowCache(nn.Module):
         if bool((self.ids.diff() < 0).any()):  # saved by an earlier version, with unsorted ids
             self.ids, order = self.ids.sort(stable=True)
             self.rows.data, self.states = self.rows.data[order], self.states[order]
-        known = state["counted"] != _NO_ID
+        is_counted = state["counted"] != _NO_ID
         if self.replicas is not None and not self.replicas.is_first:
-            known = torch.zeros_like(known)
+            is_counted = torch.zeros_like(is_counted)
             self.total.zero_()
-        self.set_extra_state({"ids": state["counted"][known], "scores": state["counts"][known]})
+        self.set_extra_state(
+            {"ids": state["counted"][is_counted], "scores": state["counts"][is_counted]}
+        )
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The frequency counts, for ``state_dict``."""

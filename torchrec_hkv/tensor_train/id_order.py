@@ -206,7 +206,8 @@ class _ListedIds:
         """Largest number of ids that can be stored in this many bytes."""
         starts = cls._blocks(num_ids) + 1
         fits = (
-            min(max_bytes - starts * of.itemsize, torch.iinfo(of).max, num_ids) for of in _TYPES
+            min(max_bytes - starts * dtype.itemsize, torch.iinfo(dtype).max, num_ids)
+            for dtype in _TYPES
         )
         return max(0, *fits)
 
@@ -232,22 +233,22 @@ class _ListedIds:
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns how many listed ids are below each id, and whether the id is listed."""
         starts, low = self.parts
-        block, wanted = ids >> self.BITS, ids % (1 << self.BITS)
+        block, low_bits = ids >> self.BITS, ids % (1 << self.BITS)
         begin, end = starts[block].long(), starts[block + 1].long()
         if not self.num_listed:
             return begin, torch.zeros_like(ids, dtype=torch.bool)
         stop = end
         for _ in range(self.BITS + 1):  # a block lists at most 2^BITS ids
             middle = (begin + end) >> 1
-            below = (middle < end) & (low[middle.clamp(max=self.num_listed - 1)] < wanted)
+            below = (middle < end) & (low[middle.clamp(max=self.num_listed - 1)] < low_bits)
             begin, end = torch.where(below, middle + 1, begin), torch.where(below, end, middle)
         at = begin.clamp(max=self.num_listed - 1)
-        return begin, (begin < stop) & (low[at] == wanted)
+        return begin, (begin < stop) & (low[at] == low_bits)
 
 
 def _smallest_type(maximum: int) -> torch.dtype:
     """The smallest dtype for numbers from 0 to ``maximum``."""
-    return next(of for of in _TYPES if maximum <= torch.iinfo(of).max)
+    return next(dtype for dtype in _TYPES if maximum <= torch.iinfo(dtype).max)
 
 
 def _check_count(name: str, value: int) -> None:

@@ -288,7 +288,9 @@ def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dic
             f"{sorted(tables)}."
         )
     return {
-        name: next(given[known] for known in (name, short_names[name], "") if known in given)
+        name: next(
+            given[candidate] for candidate in (name, short_names[name], "") if candidate in given
+        )
         for name in tables
         if not {name, short_names[name], ""}.isdisjoint(given)
     }
