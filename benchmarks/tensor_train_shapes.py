@@ -3,8 +3,9 @@
     python -m benchmarks tensor_train_shapes --out benchmarks/results/tensor_train_shapes.csv
 
 Times are of back-to-back steps with forward, backward and SGD through the torch op, on four batches
-of uniform ids in turn. Tables have 11 million rows. ``over_first`` is the time divided by that of
-the first table: 64 columns, three cores with q = 4, 4, 4, ranks 32.
+of uniform ids in turn. Tables have 11 million rows, or the number that ``section`` names.
+``over_first`` is the time divided by that of the first table: 64 columns, three cores with q = 4,
+4, 4, ranks 32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.arguments import AtLeast
 from benchmarks.environment import report
 from benchmarks.timing import steps_ms
 from torchrec_hkv.hash_table import SGD
-from torchrec_hkv.tensor_train import TTGroup, TTShape, initial_cores, max_ranks
+from torchrec_hkv.tensor_train import TTGroup, TTShape, factor_rows, initial_cores, max_ranks
 
 BATCHES = 4
 RATE = 0.01
@@ -38,10 +39,12 @@ class Case:
     section: str
     q: tuple[int, ...]
     rank: int
+    rows: int | None = None
 
     def shape(self, divisor: int) -> TTShape:
         """Returns the shape with row factors divided by ``divisor``."""
-        p = tuple(max(2, factor // divisor) for factor in P[len(self.q)])
+        factors = P[len(self.q)] if self.rows is None else factor_rows(self.rows, len(self.q))
+        p = tuple(max(2, factor // divisor) for factor in factors)
         ranks = tuple(min(self.rank, maximum) for maximum in max_ranks(p, self.q))
         return TTShape(math.prod(p), math.prod(self.q), p, self.q, ranks)
 
@@ -60,6 +63,7 @@ CASES = (
     *(Case("columns, rank 64", q, 64) for q in ((2, 4, 5), (4, 4, 5), (4, 4, 6), (4, 4, 8))),
     *(Case("cores", q, 32) for q in ((8, 8), (8, 16), (4, 2, 2, 4), (4, 2, 4, 4))),
     Case("cores", (8, 8), 64),
+    *(Case(f"10^{k} rows", (4, 4, 4), 32, 10**k) for k in (6, 7, 8, 9)),
 )  # fmt: skip
 
 

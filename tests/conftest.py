@@ -48,6 +48,14 @@ def device_type(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``; restores the number after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def run_ranks(device_type: str) -> Callable[..., list[Any]]:
     """``run_ranks(world_size, function, *args)``: see :meth:`tests.support.ranks.Ranks.run`.
 

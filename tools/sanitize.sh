@@ -43,6 +43,7 @@ skipped=(
   --deselect tests/hash_table/files/test_bounded_memory.py::test_device_memory
   --deselect tests/hash_table/files/test_bounded_memory.py::test_host_memory
   --deselect tests/hash_table/growth/test_memory.py::test_host_memory
+  --deselect tests/tensor_train/test_kept_memory.py::test_no_fresh_pages
 )
 
 run_cpu() { # run_cpu SANITIZER LIBRARY

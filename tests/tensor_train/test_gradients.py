@@ -118,20 +118,16 @@ def test_only_weights_need_a_gradient(device_type):
     tt.assert_near(weights.grad, torch.autograd.grad(reference.sum(), weights)[0])
 
 
-def test_results_do_not_depend_on_threads():
+def test_results_do_not_depend_on_threads(set_threads):
     shape = tt.LARGER[0]
     cores = [c.requires_grad_() for c in tt.random_cores(shape)]
     bags = tt.random_bags([shape], [0], 300, 40)
     results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 2):
-            torch.set_num_threads(threads)
-            out = TTGroup([shape]).lookup(cores, bags.ids, bags.offsets, bags.batch_size)
-            torch.manual_seed(0)
-            grads = torch.autograd.grad(out, cores, torch.randn_like(out))
-            results.append([out.detach(), *grads])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 2):
+        set_threads(threads)
+        out = TTGroup([shape]).lookup(cores, bags.ids, bags.offsets, bags.batch_size)
+        torch.manual_seed(0)
+        grads = torch.autograd.grad(out, cores, torch.randn_like(out))
+        results.append([out.detach(), *grads])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))

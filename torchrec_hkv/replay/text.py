@@ -58,8 +58,8 @@ class TextLog(Log):
         separator: separator of fields. None: the first of tab, ``::``, comma, semicolon, bar and
             space that the first line contains.
         header: whether the first line holds the names of columns. None: True if none of its fields
-            is a number. Without a header the columns are ``0``, ``1``, ..., or ``ids`` if there is
-            only one.
+            is a number, unless it is the only line and has a single field. Without a header the
+            columns are ``0``, ``1``, ..., or ``ids`` if there is only one.
         criteo: whether the fields are those of Criteo's click logs, with hexadecimal ids.
         block: number of bytes to read at a time.
 
@@ -85,9 +85,22 @@ class TextLog(Log):
             first = next(self._blocks, b"")
         if not first:
             raise LogError(f"{self.name} is empty, but a log must have a line.")
-        self._first: bytes | None = first
+        self._first: list[bytes] | None = [first]
         self._layout = _criteo_layout() if criteo else self._detect_layout(first, separator, header)
         self.columns = tuple(self._layout.kinds)
+        if self._layout.has_header and not first.partition(b"\n")[2]:
+            self._first.append(self._block_after_header(first))
+
+    def _block_after_header(self, header: bytes) -> bytes:
+        with self._read_errors():
+            block = next(self._blocks, b"")
+        if not block:
+            raise LogError(
+                f"{self.name} has a header, {header.decode(errors='replace').strip()!r}, and no "
+                "line after it, but a log must have one. If the line holds ids, pass header=False "
+                "(--no-header)."
+            )
+        return block
 
     @property
     def default_columns(self) -> tuple[str, ...]:
@@ -99,7 +112,7 @@ class TextLog(Log):
 
     def parts(self, columns: Sequence[str]) -> Iterator[Part]:
         if self._first is not None:
-            blocks = itertools.chain([self._first], self._blocks)
+            blocks = itertools.chain(self._first, self._blocks)
             self._first = None
         else:
             blocks = self._read()
@@ -131,7 +144,7 @@ class TextLog(Log):
                 if cut:
                     yield data[:cut]
             if rest:
-                yield rest + b"\n"
+                yield rest.removesuffix(b"\n") + b"\n"
 
     def _open_file(self) -> contextlib.AbstractContextManager[BinaryIO]:
         if self._path is None:
@@ -150,7 +163,10 @@ class TextLog(Log):
         rows = [[field.strip(' "') for field in line.split(separator)] for line in lines]
         names = rows[0]
         if header is None:
-            header = len(rows) > 1 and not any(_NUMBER.fullmatch(f) or not f for f in names)
+            # A single field in a single line is an id.
+            header = max(len(rows), len(names)) > 1 and not any(
+                _NUMBER.fullmatch(f) or not f for f in names
+            )
         if not header:
             names = ["ids"] if len(names) == 1 else [str(at) for at in range(len(names))]
         if len(set(names)) < len(names):

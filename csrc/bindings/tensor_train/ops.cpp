@@ -12,7 +12,7 @@
 #include "runtime/checks.h"
 #include "runtime/tensor_train/batch.h"
 #include "tensor_train/cpu/kernels.h"
-#include "tensor_train/cpu/tile.h"
+#include "tensor_train/cpu/zeroed_memory.h"
 
 namespace torchrec_hkv::bindings {
 using namespace runtime;
@@ -107,7 +107,7 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
       checked_batch(cores, group, ids, offsets, weights, index, batch_size, mean, pooled);
   check_states(call, states, step, learning_rate, ids.device());
   const at::Tensor of_output = checked_gradient(call, ids, grad);
-  std::vector<kernels::Zeros> gradients;
+  std::vector<kernels::ZeroedFloats> gradients;
   std::vector<std::vector<uint8_t>> touched;
   std::vector<float*> gradient_pointers(call.tables.size() * kMaxCores, nullptr);
   std::vector<uint8_t*> touched_pointers(call.tables.size() * kMaxCores, nullptr);
@@ -124,8 +124,16 @@ void tt_update(at::TensorList cores, at::TensorList states, at::Tensor step, int
                      of_output.const_data_ptr<float>(),
                      {gradient_pointers.data(), touched_pointers.data()}, at::get_num_threads());
   std::vector<const float*> of_cores;
-  for (kernels::Zeros& gradient : gradients) of_cores.push_back(gradient.data());
+  for (const kernels::ZeroedFloats& gradient : gradients) of_cores.push_back(gradient.data());
   update_cores(call, cores, states, step, of_cores, touched, learning_rate);
+  size_t next = 0;
+  for (const TableCpu& table : call.tables) {
+    for (int32_t k = 0; k < table.cores; ++k, ++next) {
+      kernels::clear_slices(gradients[next].data(), touched[next].data(), table.p[k],
+                            table.slice(k), at::get_num_threads());
+      gradients[next].keep();
+    }
+  }
 }
 
 // The gradients of all cores, one after the other, and then 1 or 0 for each slice with or without a

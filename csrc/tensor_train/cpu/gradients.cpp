@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "common/parallel.h"
@@ -31,26 +32,29 @@ std::vector<uint8_t> group_begins(const Step& step, const std::vector<int64_t>& 
   return begins;
 }
 
-// Adds the sums of the parts, in order, to out[slice] for touched slices.
-void add_parts(const std::vector<Zeros>& parts, const uint8_t* touched, int64_t slices,
+// Adds the sums of the parts, in order, to out[slice] for touched slices. Sets the parts to zero
+// and keeps their memory.
+void add_parts(std::vector<ZeroedFloats> parts, const uint8_t* touched, int64_t slices,
                int64_t rows, int64_t row, int64_t row_stride, float* out, int threads) {
   const int64_t grain = std::max<int64_t>(1, 16384 / (rows * row));
   parallel_for(slices, grain, threads, [&](int64_t begin, int64_t end) {
     for (int64_t slice = begin; slice < end; ++slice) {
       if (!touched[slice]) continue;
-      for (const Zeros& part : parts) {
+      for (const ZeroedFloats& part : parts) {
         for (int64_t i = 0; i < rows; ++i) {
-          const float* const from = part.data() + (slice * rows + i) * row_stride;
+          float* const from = part.data() + (slice * rows + i) * row_stride;
           float* const to = out + (slice * rows + i) * row;
           for (int64_t k = 0; k < row; ++k) to[k] += from[k];
+          std::fill_n(from, row_stride, 0.0f);
         }
       }
     }
   });
+  for (ZeroedFloats& part : parts) part.keep();
 }
 
-std::vector<Zeros> zeros(int64_t parts, int64_t size) {
-  std::vector<Zeros> all;
+std::vector<ZeroedFloats> zeros(int64_t parts, int64_t size) {
+  std::vector<ZeroedFloats> all;
   for (int64_t part = 0; part < parts; ++part) all.emplace_back(size);
   return all;
 }
@@ -63,7 +67,7 @@ void step_backward(const Step& step, const std::vector<int64_t>& heads,
                    int64_t head_count, float* head_out, float* middle_out, int threads,
                    const Fill& fill) {
   const auto parts = static_cast<int64_t>(bounds.size()) - 1;
-  const std::vector<Zeros> of_heads = zeros(parts, head_count * step.head_size());
+  std::vector<ZeroedFloats> of_heads = zeros(parts, head_count * step.head_size());
   parallel_for(parts, 1, threads, [&](int64_t begin, int64_t end) {
     PrefixTile tile(step, /*backward=*/true);
     for (int64_t part = begin; part < end; ++part) {
@@ -84,8 +88,8 @@ void step_backward(const Step& step, const std::vector<int64_t>& heads,
   });
   std::vector<uint8_t> touched(head_count, 0);
   for (const int64_t head : heads) touched[head] = 1;
-  add_parts(of_heads, touched.data(), head_count, 1, step.head_size(), step.head_size(), head_out,
-            threads);
+  add_parts(std::move(of_heads), touched.data(), head_count, 1, step.head_size(), step.head_size(),
+            head_out, threads);
 }
 
 // Adds the gradients of distinct ids to the gradients of their prefix and of their last slices.
@@ -218,7 +222,7 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
                      float* const* out, uint8_t* const* touched, int threads) {
   const Directory directory = directory_of(table, batch, order, begin, end);
   HeadPairs pairs;
-  Zeros products(0);
+  ZeroedFloats products(0);
   if (table.cores == 4) {
     pairs = head_pairs(table, directory.heads);
     products = pair_products(table, pairs, threads);
@@ -244,9 +248,9 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
   const int64_t parts = number_of_parts(work, head_count * step.head_size() + last_floats);
   const std::vector<int64_t> bounds =
       split_evenly(costs, group_begins(step, directory.middles), parts);
-  const std::vector<Zeros> of_lasts = zeros(static_cast<int64_t>(bounds.size()) - 1, last_floats);
+  std::vector<ZeroedFloats> of_lasts = zeros(static_cast<int64_t>(bounds.size()) - 1, last_floats);
 
-  Zeros of_products(table.cores == 4 ? head_count * step.head_size() : 0);
+  ZeroedFloats of_products(table.cores == 4 ? head_count * step.head_size() : 0);
   float* const head_out = table.cores == 4 ? of_products.data() : out[0];
   float* const middle_out = table.has_middle() ? out[table.middle_core()] : nullptr;
   step_backward(step, heads, directory.middles, bounds, head_count, head_out, middle_out, threads,
@@ -259,9 +263,11 @@ void table_gradients(const TableCpu& table, const BatchCpu& batch, const Places&
                 });
   std::vector<uint8_t> touched_lasts(table.lasts(), 0);
   mark(directory.lasts, touched_lasts.data());
-  add_parts(of_lasts, touched_lasts.data(), table.lasts(), q, r, padded(r), out[table.last_core()],
-            threads);
+  add_parts(std::move(of_lasts), touched_lasts.data(), table.lasts(), q, r, padded(r),
+            out[table.last_core()], threads);
   if (table.cores == 4) pairs_backward(table, pairs, of_products.data(), out, threads);
+  products.clear_and_keep();
+  of_products.clear_and_keep();
 }
 
 }  // namespace

@@ -36,6 +36,10 @@ void gradients(const TableCpu* tables, const BatchCpu& batch, const int64_t* ord
 void weights_gradient(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                       const float* grad, float* out, int threads);
 
+// Sets the touched slices of a core's gradient to zero.
+void clear_slices(float* gradient, const uint8_t* touched, int64_t slices, int64_t slice_size,
+                  int threads);
+
 // Applies an optimizer to the touched slices of one core. A slice is a row in the formulas of
 // common/optimizers.h: row-wise Adagrad has one sum of mean(g^2) per slice. state is
 // [slices][state_width(config, slice_size)]. step includes this update.

@@ -61,11 +61,11 @@ class RowMaker {
 };
 
 // Computes the rows of all distinct ids of a table, [ids][dim].
-std::vector<float> distinct_rows(const TableCpu& table, const Directory& directory, int threads) {
+ZeroedFloats distinct_rows(const TableCpu& table, const Directory& directory, int threads) {
   const int64_t dim = table.dim();
-  std::vector<float> rows(directory.ids() * dim);
+  ZeroedFloats rows(directory.ids() * dim);
   HeadPairs pairs;
-  Zeros products(0);
+  ZeroedFloats products(0);
   if (table.cores == 4) {
     pairs = head_pairs(table, directory.heads);
     products = pair_products(table, pairs, threads);
@@ -87,6 +87,7 @@ std::vector<float> distinct_rows(const TableCpu& table, const Directory& directo
       }
     }
   });
+  products.clear_and_keep();
   return rows;
 }
 
@@ -98,8 +99,9 @@ void for_each_table(const TableCpu* tables, const BatchCpu& batch, const Places&
     const int64_t begin = places.table_starts[t], end = places.table_starts[t + 1];
     if (begin == end) continue;
     const Directory directory = directory_of(tables[t], batch, order, begin, end);
-    const std::vector<float> rows = distinct_rows(tables[t], directory, threads);
-    visit(t, rows, directory);
+    ZeroedFloats rows = distinct_rows(tables[t], directory, threads);
+    visit(t, rows.data(), directory);
+    rows.clear_and_keep();
   }
 }
 
@@ -123,7 +125,7 @@ void lookup(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
   std::vector<int64_t> numbers(batch.n());
   if (batch.pooled) std::fill_n(out, batch.batch_size * places.stride, 0.0f);
   for_each_table(tables, batch, places, order, threads,
-                 [&](int32_t t, const std::vector<float>& rows, const Directory& directory) {
+                 [&](int32_t t, const float* rows, const Directory& directory) {
                    number_positions(directory, order, threads, numbers);
                    const int64_t dim = tables[t].dim();
                    for (int32_t f = 0; f < batch.features; ++f) {
@@ -132,7 +134,7 @@ void lookup(const TableCpu* tables, const BatchCpu& batch, const int64_t* order,
                      parallel_for(batch.batch_size, 64, threads, [&](int64_t begin, int64_t end) {
                        for (int64_t bag = first + begin; bag < first + end; ++bag) {
                          for (int64_t i = batch.offsets[bag]; i < batch.offsets[bag + 1]; ++i) {
-                           const float* const row = rows.data() + numbers[i] * dim;
+                           const float* const row = rows + numbers[i] * dim;
                            float* const to = out + target_of(batch, places, i);
                            if (!batch.pooled) {
                              std::copy_n(row, dim, to);
@@ -153,11 +155,11 @@ void weights_gradient(const TableCpu* tables, const BatchCpu& batch, const int64
   BatchCpu unweighted = batch;
   unweighted.weights = nullptr;
   for_each_table(tables, batch, places, order, threads,
-                 [&](int32_t t, const std::vector<float>& rows, const Directory& directory) {
+                 [&](int32_t t, const float* rows, const Directory& directory) {
                    const int64_t dim = tables[t].dim();
                    parallel_for(directory.ids(), 256, threads, [&](int64_t begin, int64_t end) {
                      for (int64_t u = begin; u < end; ++u) {
-                       const float* const row = rows.data() + u * dim;
+                       const float* const row = rows + u * dim;
                        for (int64_t at = directory.starts[u]; at < directory.starts[u + 1]; ++at) {
                          const int64_t i = order[at];
                          const float* const from = grad + target_of(batch, places, i);

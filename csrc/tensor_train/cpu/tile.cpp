@@ -145,10 +145,10 @@ HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads) {
   return pairs;
 }
 
-Zeros pair_products(const TableCpu& table, const HeadPairs& pairs, int threads) {
+ZeroedFloats pair_products(const TableCpu& table, const HeadPairs& pairs, int threads) {
   const Step step = first_step(table);
   const int64_t size = step.product_size();
-  Zeros products(static_cast<int64_t>(pairs.firsts.size()) * size);
+  ZeroedFloats products(static_cast<int64_t>(pairs.firsts.size()) * size);
   const std::vector<Tile> tiles = tiles_of(pairs.seconds, step.tile_prefixes());
   parallel_for(static_cast<int64_t>(tiles.size()), 1, threads, [&](int64_t begin, int64_t end) {
     PrefixTile tile(step, /*backward=*/false);

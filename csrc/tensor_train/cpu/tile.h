@@ -3,30 +3,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "tensor_train/cpu/gemm.h"
 #include "tensor_train/cpu/tables.h"
+#include "tensor_train/cpu/zeroed_memory.h"
 
 namespace torchrec_hkv::tensor_train::cpu {
-
-// Zeroed memory whose pages are allocated when they are touched.
-class Zeros {
- public:
-  explicit Zeros(int64_t size)
-      : data_(static_cast<float*>(std::calloc(std::max<int64_t>(size, 1), sizeof(float)))) {
-    if (data_ == nullptr) throw std::bad_alloc();
-  }
-  float* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  std::unique_ptr<float[], Free> data_;
-};
 
 // Converts n elements of a core, from `offset` on, to floats.
 void widen(RowType type, const char* core, int64_t offset, int64_t n, float* out);
@@ -104,6 +87,6 @@ struct HeadPairs {
 HeadPairs head_pairs(const TableCpu& table, const std::vector<int64_t>& heads);
 
 // The products of pairs, [pairs][q_1 q_2][r_2].
-Zeros pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
+ZeroedFloats pair_products(const TableCpu& table, const HeadPairs& pairs, int threads);
 
 }  // namespace torchrec_hkv::tensor_train::cpu

@@ -111,6 +111,16 @@ void narrow(const float* values, int64_t size, bool by_chance, uint64_t key, uin
 
 }  // namespace
 
+void clear_slices(float* gradient, const uint8_t* touched, int64_t slices, int64_t slice_size,
+                  int threads) {
+  const int64_t grain = std::max<int64_t>(1, 65536 / slice_size);
+  parallel_for(slices, grain, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (touched[i]) std::fill_n(gradient + i * slice_size, slice_size, 0.0f);
+    }
+  });
+}
+
 void update_core(char* core, RowType type, int64_t slices, int64_t slice_size, float* state,
                  const float* grad, const uint8_t* touched, const OptimizerConfig& config,
                  float learning_rate, int64_t step, uint64_t core_seed, int threads) {

@@ -1,0 +1,91 @@
+#include "tensor_train/cpu/zeroed_memory.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace torchrec_hkv::tensor_train::cpu {
+namespace {
+
+constexpr int64_t kFloatBytes = sizeof(float);
+constexpr int64_t kMostKeptBytes = int64_t{1} << 28;
+
+struct Block {
+  float* data;
+  int64_t capacity;
+};
+
+// The blocks that no call uses, the one kept first in front. Threads that do not get the lock at
+// once allocate and free memory instead of waiting. So a child process whose parent held the lock
+// when it forked does not wait forever.
+class KeptBlocks {
+ public:
+  // Returns the smallest block of at least this size, or one without data.
+  Block take(int64_t size) {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return {nullptr, 0};
+    auto best = blocks_.end();
+    for (auto it = blocks_.begin(); it != blocks_.end(); ++it) {
+      if (it->capacity < size) continue;
+      if (best == blocks_.end() || it->capacity < best->capacity) best = it;
+    }
+    if (best == blocks_.end()) return {nullptr, 0};
+    const Block block = *best;
+    blocks_.erase(best);
+    bytes_ -= block.capacity * kFloatBytes;
+    return block;
+  }
+
+  // Returns whether the block is kept.
+  bool keep(Block block) {
+    const int64_t bytes = block.capacity * kFloatBytes;
+    if (bytes > kMostKeptBytes) return false;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return false;
+    while (bytes_ + bytes > kMostKeptBytes) {
+      std::free(blocks_.front().data);
+      bytes_ -= blocks_.front().capacity * kFloatBytes;
+      blocks_.erase(blocks_.begin());
+    }
+    blocks_.push_back(block);
+    bytes_ += bytes;
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Block> blocks_;
+  int64_t bytes_ = 0;
+};
+
+KeptBlocks& kept_blocks() {
+  static auto& blocks = *new KeptBlocks;  // never destroyed: threads may outlive static objects
+  return blocks;
+}
+
+}  // namespace
+
+ZeroedFloats::ZeroedFloats(int64_t size) : size_(size) {
+  const Block block = kept_blocks().take(std::max<int64_t>(size, 1));
+  data_ = block.data;
+  capacity_ = block.capacity;
+  if (data_ != nullptr) return;
+  capacity_ = std::max<int64_t>(size, 1);
+  data_ = static_cast<float*>(std::calloc(capacity_, sizeof(float)));
+  if (data_ == nullptr) throw std::bad_alloc();
+}
+
+ZeroedFloats::~ZeroedFloats() { std::free(data_); }
+
+void ZeroedFloats::keep() {
+  if (data_ != nullptr && kept_blocks().keep({data_, capacity_})) data_ = nullptr;
+}
+
+void ZeroedFloats::clear_and_keep() {
+  if (data_ != nullptr) std::fill_n(data_, size_, 0.0f);
+  keep();
+}
+
+}  // namespace torchrec_hkv::tensor_train::cpu
