@@ -26,7 +26,7 @@ from tests.support.trained_shards import TrainedShards
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv.files import HashTablesLoad
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.layers import files_to_verify, read_saved, saved_shards

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify, saved_shards

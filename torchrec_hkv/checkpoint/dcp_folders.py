@@ -15,7 +15,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of

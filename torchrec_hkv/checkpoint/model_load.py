@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, LoadCounts
+from torchrec_hkv.backends.save_types import FileOptions, LoadCounts
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.dcp_folders import is_dcp_folder, load_dcp_folder

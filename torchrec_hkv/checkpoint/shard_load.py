@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, LoadCounts, SavedShard, TablesLoad
+from torchrec_hkv.backends.save_types import FileOptions, LoadCounts, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.layers import Layers, saved_shards
 from torchrec_hkv.collective import this_rank
 from torchrec_hkv.sharding.modules.collection import ShardedTable

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_hkv.backends.protocol import GroupLookup, TableShard
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.modules.collection import BackendCollection, ShardedTable

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open_folder
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Inspects a folder."""
     from torchrec_hkv.checkpoint.inspection import bytes_to_inspect, find, inspect_table
     from torchrec_hkv.progress import reported
@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace) -> Answer:
             },
         }
         code = 0 if any(entry is not None for entry in found.values()) else 1
-        return Answer(_id_text(content), content, code)
+        return CommandResult(_id_text(content), content, code)
     content = _folder(saved)
     with reported("Inspecting", sum(map(bytes_to_inspect, backend_tables))):
         content["tables"] = [
             inspect_table(table, batch_bytes) if table.parts is not None else _by_number(table)
             for table in tables
         ]
-    return Answer(_text(content), content)
+    return CommandResult(_text(content), content)
 
 
 def _folder(saved: SavedCheckpoint) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from torchrec.optim import RowWiseAdagrad
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv import HKVOptions
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.plan_replay import PlannedReplay, replay_lines
 from torchrec_hkv.cli.planning import MAX_GPUS, Machines, Planning, TableArgument
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import ParameterConstraints
 from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Plans the tables.
 
     Raises:
@@ -184,7 +184,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         ]
     else:
         content["fits_on_gpus"] = planning.enough_gpus(machines)
-    return Answer(_text(content, shown, machines), content, 0 if fits else 1)
+    return CommandResult(_text(content, shown, machines), content, 0 if fits else 1)
 
 
 def _table(text: str) -> TableArgument:

@@ -19,10 +19,10 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
-from torchrec_hkv.planner.budget import MissingMemory
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
 from torchrec_hkv.planner.loss_bounds import Table
+from torchrec_hkv.planner.missing_memory import MissingMemory
 from torchrec_hkv.planner.option_selection import FittingPlan, OptionSelector
 from torchrec_hkv.planner.options import full_name, is_backend_option, kernel_of
 from torchrec_hkv.planner.packing import ShardNeeds

@@ -17,8 +17,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_hkv.planner.budget import MissingMemory, missing_bytes
 from torchrec_hkv.planner.levels import LossLevel
+from torchrec_hkv.planner.missing_memory import MissingMemory, missing_bytes
 from torchrec_hkv.planner.option_sets import OptionSet, SizedOption, fits_wherever
 from torchrec_hkv.planner.options import is_backend_option
 from torchrec_hkv.planner.packing import (

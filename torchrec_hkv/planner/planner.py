@@ -24,8 +24,6 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_hkv import environment
 from torchrec_hkv.collective import on_leader
-from torchrec_hkv.planner.alternatives import why_rejected
-from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest_options, too_large
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
@@ -33,11 +31,13 @@ from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.least_loss import LeastLoss
 from torchrec_hkv.planner.loss_report import loss_reports
 from torchrec_hkv.planner.memory import ReportedPlan, rank_memory
+from torchrec_hkv.planner.missing_memory import missing_bytes, refusal, smallest_options, too_large
 from torchrec_hkv.planner.model_checks import check_model
 from torchrec_hkv.planner.options import disadvantage
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
+from torchrec_hkv.planner.rejections import why_rejected
 from torchrec_hkv.planner.report import LossReport, ReplicaGroups
 from torchrec_hkv.planner.table_reports import TableReporter
 from torchrec_hkv.progress import reported

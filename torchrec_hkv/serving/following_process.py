@@ -30,7 +30,7 @@ from torchrec_hkv.serving import ops  # noqa: F401, registers what the program c
 from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.model import ModelVersion, ServingModel
-from torchrec_hkv.serving.opening import open_tables
+from torchrec_hkv.serving.open_files import open_tables
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.resident_file import read_resident
 from torchrec_hkv.serving.table_file import TableFile

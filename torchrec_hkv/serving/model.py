@@ -19,7 +19,7 @@ from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.metrics import BUCKETS, family, histogram, labelled
-from torchrec_hkv.serving.opening import open_group, open_tables
+from torchrec_hkv.serving.open_files import open_group, open_tables
 from torchrec_hkv.serving.placement import HbmBytes, Placement, rechoose_hot_rows
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.tables import HotRows, ReadOnlyTables

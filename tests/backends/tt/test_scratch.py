@@ -11,9 +11,9 @@ import torch
 from torchrec import EmbeddingBagConfig
 
 from tests.support import tensor_train as tt
-from tests.support.forked import fork_context
 from tests.support.gpu import needs_gpu
 from tests.support.models import make_model, topology
+from tests.support.processes import fork_context
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, TTOptions, backends
 from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.backends.tt.cost import tt_scratch

@@ -17,7 +17,7 @@ from torchrec_hkv import _C
 from torchrec_hkv.backends.hkv.counts import CountsLoad, counts_spec, export_counts
 from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.files.file_target import FileTarget

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import Backend
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.backends.specs import TableShard
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 

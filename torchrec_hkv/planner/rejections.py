@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.budget import MissingMemory
+from torchrec_hkv.planner.missing_memory import MissingMemory
 from torchrec_hkv.planner.options import kernel_of
 
 
