@@ -10,23 +10,23 @@ from torch import Tensor
 
 from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES, name_of
 from torchrec_hkv.nn.arguments import check_tensor
-from torchrec_hkv.nn.contents import TableContents
-from torchrec_hkv.nn.table_plan import TablePlan
-from torchrec_hkv.nn.tables import EvictionState, Tables
+from torchrec_hkv.nn.contents import Contents
+from torchrec_hkv.nn.table_plan import Plan
+from torchrec_hkv.nn.tables import Progress, Tables
 
 # Fields of a table's contents in a module's state_dict. States are in the optimizer's state_dict.
 _SAVED = ("ids", "rows", "last_steps", "scores")
 
 
-def _has_epochs(plan: TablePlan) -> bool:
+def _has_epochs(plan: Plan) -> bool:
     return plan.eviction in EPOCH_POLICIES
 
 
-def _ages(plan: TablePlan) -> bool:
+def _ages(plan: Plan) -> bool:
     return name_of(plan.eviction) == "aged_lfu"
 
 
-def saved_names(plan: TablePlan, prefixes: Sequence[str]) -> list[str]:
+def saved_names(plan: Plan, prefixes: Sequence[str]) -> list[str]:
     """Names of the tensors that a ``state_dict`` holds.
 
     Args:
@@ -41,7 +41,7 @@ def saved_names(plan: TablePlan, prefixes: Sequence[str]) -> list[str]:
 
 def saved_state(tables: Tables, prefixes: Sequence[str]) -> dict[str, Tensor]:
     """The tensors of a ``state_dict``, by the names that :func:`saved_names` returns."""
-    progress = EvictionState.read(tables.group)
+    progress = Progress.read(tables.group)
     state = {"seed": torch.tensor(tables.plan.seed), "clock": torch.tensor(progress.clock)}
     if _has_epochs(tables.plan):
         state["epoch"] = torch.tensor(progress.epoch)
@@ -78,11 +78,11 @@ def load_state(tables: Tables, prefixes: Sequence[str], saved: Mapping[str, Tens
             check_tensor(prefix + "aging", saved[prefix + "aging"], torch.float64, (3,))
         aging.append(tuple(saved[prefix + "aging"].tolist()) if _ages(plan) else None)
     epoch = int(saved["epoch"]) if _has_epochs(plan) else 0
-    progress = EvictionState(int(saved["clock"]), epoch, tuple(aging))
+    progress = Progress(int(saved["clock"]), epoch, tuple(aging))
     tables.replace(dataclasses.replace(plan, seed=int(saved["seed"])), loaded, progress)
 
 
-def _checked_contents(plan: TablePlan, prefix: str, saved: Mapping[str, Tensor]) -> TableContents:
+def _checked_contents(plan: Plan, prefix: str, saved: Mapping[str, Tensor]) -> Contents:
     tensors = {name: saved[prefix + name] for name in _SAVED}
     n = tensors["ids"].shape[0] if tensors["ids"].dim() else 0
     keeps_scores = plan.eviction != "lru"
@@ -92,4 +92,4 @@ def _checked_contents(plan: TablePlan, prefix: str, saved: Mapping[str, Tensor])
     check_tensor(prefix + "scores", tensors["scores"], torch.int64, (n if keeps_scores else 0,))
     if tensors["ids"].unique().numel() != n:
         raise ValueError(f"{prefix}ids hold an id more than once.")
-    return TableContents(**{k: v.cpu() for k, v in tensors.items()}, states=torch.zeros(n, 0))
+    return Contents(**{k: v.cpu() for k, v in tensors.items()}, states=torch.zeros(n, 0))

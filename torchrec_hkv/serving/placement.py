@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.lookup_counts import counts_of
-from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable
+from torchrec_hkv.serving.tables import ReadOnlyTable, ServingHotRows
 from torchrec_hkv.table_names import find_name
 
 __all__ = ["HbmBytes", "Placement", "carried_counts", "ops", "rechoose_hot_rows", "shares"]
@@ -118,7 +118,7 @@ class Placement:
             counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
         words, hot = _empty(entries, min(limit // row_bytes, _MAX_HOT), row_bytes, self.device)
         _choose(rows, counts.cpu(), None, words, hot)
-        hot_rows = HotRows(words, hot, counts, host_lookups)
+        hot_rows = ServingHotRows(words, hot, counts, host_lookups)
         return dataclasses.replace(table, index=index, rows=rows, hot=hot_rows)
 
 
@@ -174,7 +174,7 @@ def numbered_ids(index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids[is_there], (first[:, None] + places)[is_there]
 
 
-def rechoose_hot_rows(table: ReadOnlyTable) -> HotRows:
+def rechoose_hot_rows(table: ReadOnlyTable) -> ServingHotRows:
     """Chooses as many hot rows as a table has, by its counts, and halves the counts.
 
     Lookups on the current stream continue meanwhile. Returns when the rows are in HBM.

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.tensor_train.hot_rows import HotRowCache
+from torchrec_hkv.tensor_train.hot_rows import HotRows
 
 #: ``(ids, offsets, weights) -> [batch_size, sum of dims]``: sums of rows computed from cores.
 ColdLookup = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def lookup_with_hot_rows(
-    hot: Mapping[int, HotRowCache],
+    hot: Mapping[int, HotRows],
     feature_tables: Sequence[int],
     dims: Sequence[int],
     ids: Tensor,

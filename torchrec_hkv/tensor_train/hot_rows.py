@@ -20,11 +20,11 @@ from torchrec_hkv.tensor_train.write_back import write_back
 #: Bound on the number of counted ids, more than any memory holds.
 _MAX_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
-#: Tensors of :meth:`HotRowCache.sized_state` besides the counts.
+#: Tensors of :meth:`HotRows.sized_state` besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
-class HotRowCache(nn.Module):
+class HotRows(nn.Module):
     """A cache of rows of one table.
 
     A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
@@ -94,7 +94,7 @@ class HotRowCache(nn.Module):
         #: The ranks that hold replicas of this cache; None for no replicas.
         self.replicas: Replicas | None = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRowCache:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
         return super()._apply(keeping_float32(fn), recurse)
 
     @property

@@ -42,7 +42,7 @@ class IdOrder:
                 f"rows must be a permutation of 0 to {rows.numel() - 1}, but some repeat or are "
                 "missing."
             )
-        self._map: _PermutationTable | _ListedIds = _PermutationTable(rows)
+        self._map: _Table | _Listed = _Table(rows)
 
     @classmethod
     def first(cls, ids: Tensor, num_ids: int) -> IdOrder:
@@ -75,7 +75,7 @@ class IdOrder:
             if twice := int((ids.diff() == 0).sum()):
                 raise ValueError(f"ids must be distinct, but {twice} occur again.")
         order = cls.__new__(cls)
-        order._map = _ListedIds(ids, num_ids)
+        order._map = _Listed(ids, num_ids)
         return order
 
     @classmethod
@@ -110,7 +110,7 @@ class IdOrder:
             _check_count("max_bytes", max_bytes)
         ids = torch.argsort(values, descending=True, stable=True)
         if max_bytes is not None:
-            return cls.first(ids[: _ListedIds.max_listed(max_bytes, ids.numel())], ids.numel())
+            return cls.first(ids[: _Listed.max_listed(max_bytes, ids.numel())], ids.numel())
         rows = torch.empty_like(ids)
         rows[ids] = torch.arange(ids.numel(), device=ids.device)
         return cls(rows)
@@ -170,7 +170,7 @@ class IdOrder:
                 )
 
 
-class _PermutationTable:
+class _Table:
     """A permutation as a table."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -184,7 +184,7 @@ class _PermutationTable:
         return self.parts[0].argsort()[rows]
 
 
-class _ListedIds:
+class _Listed:
     """An order that stores only the first ids: their low bits, ascending, and the beginning of each
     block of ids with the same high bits."""
 
