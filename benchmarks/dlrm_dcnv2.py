@@ -106,13 +106,13 @@ def make_model(
         ),
         constraints={table.name: constraint for table in tables},
     )
-    ours = get_default_sharders()
-    plan = planner.collective_plan(model, ours, dist.group.WORLD)
+    sharders = get_default_sharders()
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(
         model,
         device=args.device,
         plan=plan,
-        sharders=[EmbeddingBagCollectionSharder()] if side == "stock" else ours,
+        sharders=[EmbeddingBagCollectionSharder()] if side == "stock" else sharders,
     )
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),
@@ -146,11 +146,11 @@ def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
                 stride=samples,
             )
         ).wait()
-    held = torch.tensor(
+    sizes = torch.tensor(
         [counted["size"] for counted in table_counters(model).values()], device=args.device
     )
-    dist.all_reduce(held)
-    if held.tolist() != rows:
+    dist.all_reduce(sizes)
+    if sizes.tolist() != rows:
         raise RuntimeError("a table has no room for an id; --load must be lower.")
 
 
@@ -223,13 +223,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         for trainer in trainers.values():
             trainer.feed(batches)
             trainer.round(args.warm_up)
-        took: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+        times: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
         for _ in range(args.rounds):
             for side, trainer in trainers.items():
-                took[side].append(trainer.round(args.steps))
+                times[side].append(trainer.round(args.steps))
         figures = torch.tensor(
             [
-                [statistics.median(column) for column in zip(*took[side], strict=True)]
+                [statistics.median(column) for column in zip(*times[side], strict=True)]
                 for side in SIDES
             ],
             dtype=torch.float64,

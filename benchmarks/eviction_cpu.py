@@ -107,8 +107,8 @@ def measure_once(
             if turn >= WARM_UP:
                 times[policy].append(between(begin, now()))
     ms = {
-        policy: [statistics.median(t[clock] for t in its) for clock in range(2)]
-        for policy, its in times.items()
+        policy: [statistics.median(t[clock] for t in samples) for clock in range(2)]
+        for policy, samples in times.items()
     }
     rows: list[dict[str, Any]] = []
     for policy, side in sides.items():

@@ -102,8 +102,8 @@ def make_table(args: argparse.Namespace, dim: int, share: float) -> HashTable:
         if device.type != "cuda":
             raise ValueError(f"hbm is {share}, but must be 1 on a device without HBM.")
         memory = table_memory(args.capacity, dim, 0, "lru")
-        wanted = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
-        hbm_bytes = max(wanted, memory.least_hbm_bytes)
+        budget = memory.index_bytes + int(share * memory.num_slots * memory.row_bytes)
+        hbm_bytes = max(budget, memory.least_hbm_bytes)
     return HashTable(
         dim, args.capacity, device=device, initializer=Uniform(-0.05, 0.05), hbm_bytes=hbm_bytes
     )

@@ -84,8 +84,8 @@ def _measure(
         _check_equal(table, maps, batch, results["hash_table"], results["unordered_map"])
         if keep_load:
             maps.erase(ids.forget())
-    ms = {name: statistics.median(its) for name, its in wall.items()}
-    cpu_ms = {name: statistics.median(its) for name, its in cpu.items()}
+    ms = {name: statistics.median(samples) for name, samples in wall.items()}
+    cpu_ms = {name: statistics.median(samples) for name, samples in cpu.items()}
     return {
         "operation": operation,
         "dim": table.dim,

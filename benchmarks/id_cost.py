@@ -121,11 +121,11 @@ class HashSide:
         filled = _now(device)
         self.create_ms = 1000 * (created - begin)
         self.fill_mids = size.rows / (filled - created) / 1e6
-        held = int(self._group.sizes()[0])
-        if held != size.rows:
+        num_entries = int(self._group.sizes()[0])
+        if num_entries != size.rows:
             raise RuntimeError(
-                f"{size.rows - held} of {size.rows} ids found no place: --load must be lower than "
-                f"{size.load}."
+                f"{size.rows - num_entries} of {size.rows} ids found no place: --load must be "
+                f"lower than {size.load}."
             )
         self._batch = batch
         self._anchor = torch.empty(0, device=device, requires_grad=True)
@@ -181,7 +181,7 @@ def measure(size: Size, batch: int, steps: int, device: torch.device) -> dict[st
     _free(device)
     side = HashSide(size, batch, device)
     hkv_ms = time_of(side, ids)
-    ordered_ms = time_of(side, [side.in_slot_order(own) for own in ids])
+    ordered_ms = time_of(side, [side.in_slot_order(batch_ids) for batch_ids in ids])
     figures = {
         "hkv_ms": hkv_ms,
         "fbgemm_ms": fbgemm_ms,
@@ -276,11 +276,15 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         times, ratios = figure.subplots(1, 2)
         for at, dim in enumerate(sorted({row["dim"] for row in rows})):
-            own = sorted((row for row in rows if row["dim"] == dim), key=lambda row: row["rows"])
-            sizes, color = [row["rows"] for row in own], f"C{at}"
-            times.plot(sizes, [r["hkv_ms"] for r in own], "o-", color=color, label=f"{dim} columns")
-            times.plot(sizes, [r["fbgemm_ms"] for r in own], "x:", color=color)
-            ratios.plot(sizes, [r["ratio"] for r in own], "o-", color=color, label=f"{dim} columns")
+            of_dim = sorted((row for row in rows if row["dim"] == dim), key=lambda row: row["rows"])
+            sizes, color = [row["rows"] for row in of_dim], f"C{at}"
+            times.plot(
+                sizes, [r["hkv_ms"] for r in of_dim], "o-", color=color, label=f"{dim} columns"
+            )
+            times.plot(sizes, [r["fbgemm_ms"] for r in of_dim], "x:", color=color)
+            ratios.plot(
+                sizes, [r["ratio"] for r in of_dim], "o-", color=color, label=f"{dim} columns"
+            )
         times.set(xscale="log", xlabel="rows", ylabel="ms a step", ylim=(0, None))
         times.legend(title="dotted: FBGEMM's")
         ratios.set(xscale="log", xlabel="rows", ylabel="ms over FBGEMM's", ylim=(0, None))

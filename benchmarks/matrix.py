@@ -262,13 +262,13 @@ def _measure_on_cpu(cell: Cell, batches: Batches, with_stock: bool) -> dict[str,
         for unit in ("ms", "cpu_ms")
         for side in ("fbgemm", "hkv")
     }
-    times |= {name: min(its) for name, its in samples.items()}
+    times |= {name: min(values) for name, values in samples.items()}
     times["find_ms"] = steps_ms(
         lambda at: tables.find(batches.ids[at % batches.number], offsets), 4, device
     )
     for name, unit in (("ratio", "ms"), ("cpu_ratio", "cpu_ms")):
-        theirs = times[f"fbgemm_{unit}"]
-        times[name] = times[f"hkv_{unit}"] / theirs if theirs else None
+        fbgemm = times[f"fbgemm_{unit}"]
+        times[name] = times[f"hkv_{unit}"] / fbgemm if fbgemm else None
     return times
 
 
@@ -300,13 +300,15 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
     """Returns the geometric mean and the maximum of the ratios, by section."""
     lines = []
     for name in (*dict.fromkeys(row["section"] for row in rows), "all"):
-        own = [row for row in rows if name in (row["section"], "all") and row["ratio"]]
-        ratios = [float(row["ratio"]) for row in own]
+        section_rows = [row for row in rows if name in (row["section"], "all") and row["ratio"]]
+        ratios = [float(row["ratio"]) for row in section_rows]
         if not ratios:
             continue
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        worst = max(own, key=lambda row: float(row["ratio"]))
-        line = f"{name:10} cells {len(own):3}  mean {mean:.3f}  highest {worst['ratio']:.3f}"
+        worst = max(section_rows, key=lambda row: float(row["ratio"]))
+        line = (
+            f"{name:10} cells {len(section_rows):3}  mean {mean:.3f}  highest {worst['ratio']:.3f}"
+        )
         lines.append(f"{line} ({worst['dims']}, {worst['skew']}, {worst['optimizer']})")
     return "\n".join(lines)
 

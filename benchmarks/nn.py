@@ -81,12 +81,12 @@ def compare(work: Workload, optimizer: str, steps: int, device: torch.device) ->
     # Multiples of 1/8, whose sums are exact. Adam would amplify a gradient that is 0 except for
     # rounding, and SparseAdam adds eps elsewhere, which matters for tiny gradients.
     grad = torch.randn(work.ids, work.dim, device=device).mul_(8).round_().div_(8)
-    ours, our_optimizer = hash_embedding(work, optimizer, device)
-    theirs = torch.nn.Embedding(work.rows, work.dim, sparse=True, device=device)
+    hash_module, hash_optimizer = hash_embedding(work, optimizer, device)
+    dense_module = torch.nn.Embedding(work.rows, work.dim, sparse=True, device=device)
     with torch.no_grad():
         for part in torch.arange(work.rows, device=device).split(1 << 20):
-            theirs.weight[part] = ours(part)
-    their_optimizer = OPTIMIZERS[optimizer][1](theirs.parameters())
+            dense_module.weight[part] = hash_module(part)
+    their_optimizer = OPTIMIZERS[optimizer][1](dense_module.parameters())
 
     def step_of(module: torch.nn.Module, trained_by: torch.optim.Optimizer) -> Step:
         def step(at: int) -> None:
@@ -97,13 +97,13 @@ def compare(work: Workload, optimizer: str, steps: int, device: torch.device) ->
         return step
 
     result = {
-        "hkv_ms": steps_ms(step_of(ours, our_optimizer), steps, device),
-        "torch_ms": steps_ms(step_of(theirs, their_optimizer), steps, device),
+        "hkv_ms": steps_ms(step_of(hash_module, hash_optimizer), steps, device),
+        "torch_ms": steps_ms(step_of(dense_module, their_optimizer), steps, device),
     }
     result["ratio"] = result["hkv_ms"] / result["torch_ms"]
     sample = batches[0][:10_000]
     with torch.no_grad():
-        result["difference"] = (ours(sample) - theirs(sample)).abs().max().item()
+        result["difference"] = (hash_module(sample) - dense_module(sample)).abs().max().item()
     return result
 
 

@@ -187,9 +187,9 @@ def step(module: Any, features: KeyedJaggedTensor, clock: Clock) -> list[float]:
 def fill(module: Any, args: argparse.Namespace) -> None:
     """Looks up every id once, each rank a part of the ids, so that hash tables hold all ids."""
     count = args.batch * FILL_BAG
-    own = dist.get_rank() * count + torch.arange(count, device=args.device)
+    rank_ids = dist.get_rank() * count + torch.arange(count, device=args.device)
     for first in range(0, args.rows, count * dist.get_world_size()):
-        ids = (first + own) % args.rows
+        ids = (first + rank_ids) % args.rows
         pooled = module(keyed(args, [ids] * args.tables, FILL_BAG)).values()
         pooled.backward(torch.zeros_like(pooled))
 
@@ -253,9 +253,9 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
         ).module
         if kernel == "hkv":
             fill(module, args)
-        held = allocated(args.device) - before
+        added_bytes = allocated(args.device) - before
         cases += [
-            Case(kernel, dim, stream, plan.plan[""], module, held)
+            Case(kernel, dim, stream, plan.plan[""], module, added_bytes)
             for stream, plan in zip(STREAMS, plans, strict=True)
         ]
     return cases
@@ -287,9 +287,9 @@ def run_steps(args: argparse.Namespace, case: Case, count: int, are_timed: bool)
         features, before = keyed(args, ids, bag), allocated(args.device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        took = step(case.module, features, clock)
+        times = step(case.module, features, clock)
         if are_timed:
-            case.times.append(took)
+            case.times.append(times)
             if on_gpu:
                 case.peak = max(case.peak, torch.cuda.max_memory_allocated() - before)
 
@@ -320,13 +320,13 @@ def row_of(
         "threads": torch.get_num_threads(),
     }
     measured = dict(zip(PARTS, map(typical, zip(*case.times, strict=True)), strict=True))
-    said = case.plan.step_times(rank)
+    predicted = case.plan.step_times(rank)
     for part in PARTS:
-        row[f"{part}_predicted_ms"] = round(said[part], 4)
+        row[f"{part}_predicted_ms"] = round(predicted[part], 4)
         row[f"{part}_ms"] = round(measured[part], 4)
     for part in ("forward", "backward"):
-        row[f"{part}_ratio"] = round(said[part] / measured[part], 3)
-    row["step_ratio"] = round(sum(said.values()) / sum(measured.values()), 3)
+        row[f"{part}_ratio"] = round(predicted[part] / measured[part], 3)
+    row["step_ratio"] = round(sum(predicted.values()) / sum(measured.values()), 3)
     for name, of_four in (("q1", 0), ("q3", 2)):
         quartiles = statistics.quantiles(map(sum, case.times), n=4)
         row[f"step_{name}_ms"] = round(quartiles[of_four], 4)
@@ -350,7 +350,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         ratios.append((row["step_ratio"], row["bytes_ratio"]))
         yield row
     steps = sum(abs(step - 1) <= 0.25 for step, _ in ratios)
-    tables = sum(abs(held - 1) <= 0.05 for _, held in ratios)
+    tables = sum(abs(memory_ratio - 1) <= 0.05 for _, memory_ratio in ratios)
     if dist.get_rank() == 0:
         print(f"of {len(ratios)} rows: steps within 25 %: {steps}, bytes within 5 %: {tables}")
 

@@ -157,7 +157,7 @@ def compared(
         planner._space, planner._available_topology(), thinning=Thinning(tables, stride=1)
     )
     budgets = [m.hbm.budget for m in memory]
-    taken = [m.hbm.budget - m.hbm.free for m in memory]
+    used = [m.hbm.budget - m.hbm.free for m in memory]
     scarce = [ScarceResource(levels, lambda level: level.hbm, sum(budgets))]
     forced = sum(each.lossless is None for each in levels.values())
     fewest = (scarce[0].min_lossy_tables() or 0) + forced
@@ -171,8 +171,8 @@ def compared(
         "least_loss": round(max(bound.base + sum(costs), 0.0), 5),
         "step_ms": round(max(times), 4),
         "balanced_ms": round(sum(times) / len(times), 4),
-        "bytes_ratio": round(max(taken) * len(taken) / sum(taken), 3),
-        "free": round(1 - sum(taken) / sum(budgets), 4),
+        "bytes_ratio": round(max(used) * len(used) / sum(used), 3),
+        "free": round(1 - sum(used) / sum(budgets), 4),
     }
 
 
@@ -181,8 +181,8 @@ def times_of(
 ) -> list[float]:
     """Returns the time of a step on each rank."""
     times = [0.0] * ranks
-    for option, own in zip(options, places, strict=True):
-        for shard, rank in zip(option.shards, own, strict=True):
+    for option, ranks_of_option in zip(options, places, strict=True):
+        for shard, rank in zip(option.shards, ranks_of_option, strict=True):
             assert shard.perf is not None
             assert rank is not None
             times[rank] += shard.perf.total
@@ -214,10 +214,10 @@ def by_stock(
     plan, costs = timed(lambda: planner.plan(model, get_default_sharders()))
     if isinstance(plan, str):
         return {"stock_seconds": costs["seconds"], "stock_ms": ""}
-    ours = {(o.name, o.sharding_type): o for o in space if o.compute_kernel == "fused"}
+    backend_space = {(o.name, o.sharding_type): o for o in space if o.compute_kernel == "fused"}
     chosen = planner._best_plan or []
     times = times_of(
-        [ours[option.name, option.sharding_type] for option in chosen],
+        [backend_space[option.name, option.sharding_type] for option in chosen],
         [[shard.rank for shard in option.shards] for option in chosen],
         topology.world_size,
     )

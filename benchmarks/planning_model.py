@@ -29,8 +29,8 @@ POWERS, LOOKUPS = (0.8, 1.2), 20
 def make_tables(count: int, seed: int) -> list[EmbeddingBagConfig]:
     """Creates tables in random order, whose rows are quantiles of a bounded power law."""
     draw = random.Random(seed)
-    kept = 1 - (MIN / LARGEST) ** POWER
-    rows = [round(MIN * (1 - kept * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)]
+    share = 1 - (MIN / LARGEST) ** POWER
+    rows = [round(MIN * (1 - share * (at + 0.5) / count) ** (-1 / POWER)) for at in range(count)]
     draw.shuffle(rows)
     return [
         EmbeddingBagConfig(

@@ -133,12 +133,12 @@ class StaticRows(Rows):
     def forward(self, ids: Mapping[str, Tensor]) -> Tensor:
         numbers = []
         for at, (name, values) in enumerate(ids.items()):
-            mapped, anew = self._mapped(name, values)
-            if anew is not None and anew.numel():
-                fresh = torch.empty(anew.numel(), DIM)
+            mapped, remapped = self._mapped(name, values)
+            if remapped is not None and remapped.numel():
+                fresh = torch.empty(remapped.numel(), DIM)
                 fresh.uniform_(-_BOUND, _BOUND, generator=self._generator)
-                self._weights[at].data[anew] = fresh
-                self._sums[at].data[anew] = 0
+                self._weights[at].data[remapped] = fresh
+                self._sums[at].data[remapped] = 0
             numbers.append(mapped)
         values = torch.cat(numbers)
         out = self._tables(values, torch.arange(values.numel() + 1))

@@ -230,18 +230,26 @@ def plot(rows: Sequence[Mapping[str, object]], path: Path) -> None:
         axes = figure.subplots(1, len(powers) + 1)
         for axis, power in zip(axes, powers, strict=False):
             for plan in PLANS:
-                own = [row for row in rows if (row["plan"], row["power"]) == (plan, power)]
-                axis.plot([r["ranks"] for r in own], [r["step_ms"] for r in own], "o-", label=plan)
+                of_plan = [row for row in rows if (row["plan"], row["power"]) == (plan, power)]
+                axis.plot(
+                    [r["ranks"] for r in of_plan], [r["step_ms"] for r in of_plan], "o-", label=plan
+                )
             axis.set(xscale="log", yscale="log", xlabel="ranks", title=f"power law {power}")
         axes[0].set_ylabel("ms a step")
         axes[0].legend()
         for power in powers:
-            own = [row for row in rows if (row["plan"], row["power"]) == ("row_wise", power)]
+            of_plan = [row for row in rows if (row["plan"], row["power"]) == ("row_wise", power)]
             axes[-1].plot(
-                [r["ranks"] for r in own], [r["ids_imbalance"] for r in own], "o-", label=f"{power}"
+                [r["ranks"] for r in of_plan],
+                [r["ids_imbalance"] for r in of_plan],
+                "o-",
+                label=f"{power}",
             )
             axes[-1].plot(
-                [r["ranks"] for r in own], [r["dedup_imbalance"] for r in own], "x:", color="gray"
+                [r["ranks"] for r in of_plan],
+                [r["dedup_imbalance"] for r in of_plan],
+                "x:",
+                color="gray",
             )
         axes[-1].set(xscale="log", yscale="log", xlabel="ranks", title="most over mean of ids")
         axes[-1].legend(title="power; dotted: each once")

@@ -132,13 +132,13 @@ def table_of(args: argparse.Namespace, row_format: str, ids: Tensor) -> ReadOnly
         builder = TableBuilder(args.dim, row_format, Path(folder), args.memory_bytes)
         for part in ids.split(1 << 18):
             builder.add(part, torch.randn(part.numel(), args.dim, generator=generator))
-        made = builder.finish(Path(folder) / "table")
-        index, rows = made.map(Path(folder), resident=args.resident)
+        table_file = builder.finish(Path(folder) / "table")
+        index, rows = table_file.map(Path(folder), resident=args.resident)
         if args.device == "cpu" and not args.resident:
-            thread = warm(Path(folder), [(made, index)])
+            thread = warm(Path(folder), [(table_file, index)])
             if thread is not None:
                 thread.join()
-        table = ReadOnlyTable("t", args.dim, row_format, index, rows, made.unit)
+        table = ReadOnlyTable("t", args.dim, row_format, index, rows, table_file.unit)
         limit = None if args.hbm_share is None else int(args.hbm_share * rows.numel())
         placement = Placement(torch.device(args.device), args.resident, limit)
         table = placement.place([table])[0]
@@ -168,16 +168,16 @@ def fbgemm(args: argparse.Namespace, row_format: str, mode: PoolingMode, output:
     place = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     if args.hbm_share is not None:
         place = EmbeddingLocation.MANAGED_CACHING
-    made = IntNBitTableBatchedEmbeddingBagsCodegen(
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
         [("t", args.rows, args.dim, _TYPES[row_format][0], place)],
         device=args.device,
         pooling_mode=mode,
         output_dtype=SparseType.FP32 if output == torch.float32 else SparseType.FP16,
         cache_load_factor=args.hbm_share or 0.2,  # any value without a cache
     )
-    made.initialize_weights()
-    made.fill_random_weights()
-    return made
+    module.initialize_weights()
+    module.fill_random_weights()
+    return module
 
 
 def times_us(call: Request, args: argparse.Namespace) -> list[float]:
@@ -204,16 +204,16 @@ def measure(
     ours: Request, peer: Request | None, args: argparse.Namespace
 ) -> dict[str, float | None]:
     """Times both sides in turn, after a round for warm-up; peer: None if it is skipped."""
-    taken: dict[Request, list[float]] = {call: [] for call in (ours, peer) if call is not None}
+    samples: dict[Request, list[float]] = {call: [] for call in (ours, peer) if call is not None}
     for number in range(args.rounds + 1):
-        for call, times in taken.items():
-            its = times_us(call, args)
-            times.extend(its if number else [])
-    us, peer_us = statistics.median(taken[ours]), None
-    p99, peer_p99 = statistics.quantiles(taken[ours], n=100)[-1], None
+        for call, times in samples.items():
+            call_times = times_us(call, args)
+            times.extend(call_times if number else [])
+    us, peer_us = statistics.median(samples[ours]), None
+    p99, peer_p99 = statistics.quantiles(samples[ours], n=100)[-1], None
     if peer is not None:
-        peer_us = statistics.median(taken[peer])
-        peer_p99 = statistics.quantiles(taken[peer], n=100)[-1]
+        peer_us = statistics.median(samples[peer])
+        peer_p99 = statistics.quantiles(samples[peer], n=100)[-1]
     return {
         "us": round(us, 1),
         "p99_us": round(p99, 1),
@@ -239,14 +239,14 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     pooled_peers = [request[: bags * BAG] for request in peers]
     for row_format in args.formats:
         tables = table_of(args, row_format, ids)
-        own = _TYPES[row_format][1] if args.device != "cpu" else torch.float32
+        peer_dtype = _TYPES[row_format][1] if args.device != "cpu" else torch.float32
         law = "power" if args.exponent == 1.0 else f"power {args.exponent:g}"
         memory = "resident" if args.resident else "mapped"
         if args.hbm_share is not None:
             memory = f"{args.hbm_share:g} in HBM"
         about = {
             "format": row_format,
-            "output": str(own).removeprefix("torch."),
+            "output": str(peer_dtype).removeprefix("torch."),
             **{"rows": args.rows, "dim": args.dim, "ids": args.ids},
             "law": "uniform" if args.uniform else law,
             "memory": memory,
@@ -254,17 +254,17 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         hits = {"hit_rate": hit_rate(tables, hashed)}
         peer = None
         if "rows" not in args.skip_stock:
-            peer = fbgemm(args, row_format, PoolingMode.NONE, own)
+            peer = fbgemm(args, row_format, PoolingMode.NONE, peer_dtype)
         got = measure(
-            lambda n, t=tables, d=own: t.rows(0, hashed[n], dtype=d),
+            lambda n, t=tables, d=peer_dtype: t.rows(0, hashed[n], dtype=d),
             peer and (lambda n, p=peer: p(peers[n], offsets)),
             args,
         )
         yield {"case": "rows", **about, **got, **hits}
         if args.device != "cpu" and args.hbm_share is None and row_format in ("fp32", "fp16"):
-            weight = torch.randn(args.rows, args.dim, device=args.device).to(own)
+            weight = torch.randn(args.rows, args.dim, device=args.device).to(peer_dtype)
             got = measure(
-                lambda n, t=tables, d=own: t.rows(0, hashed[n], dtype=d),
+                lambda n, t=tables, d=peer_dtype: t.rows(0, hashed[n], dtype=d),
                 lambda n, w=weight: torch.nn.functional.embedding(peers[n], w),
                 args,
             )
@@ -272,9 +272,9 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
             del weight
         peer = None
         if "pooled" not in args.skip_stock:
-            peer = fbgemm(args, row_format, PoolingMode.SUM, own)
+            peer = fbgemm(args, row_format, PoolingMode.SUM, peer_dtype)
         got = measure(
-            lambda n, t=tables, d=own: t.pool([0], pooled[n], lengths, dtype=d),
+            lambda n, t=tables, d=peer_dtype: t.pool([0], pooled[n], lengths, dtype=d),
             peer and (lambda n, p=peer: p(pooled_peers[n], bag_offsets)),
             args,
         )
@@ -289,7 +289,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 KeyedIds(["ids"], request[: bags * bag], its_lengths) for request in numbers
             ]
             mode = PoolingMode.NONE if bag == 1 else PoolingMode.SUM
-            peer = fbgemm(args, row_format, mode, own)
+            peer = fbgemm(args, row_format, mode, peer_dtype)
             its_peers = peers if bag == 1 else pooled_peers
             its_offsets = offsets if bag == 1 else bag_offsets
             got = measure(

@@ -123,12 +123,12 @@ def requests_of(args: argparse.Namespace) -> list[serving.KeyedIds]:
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(args.rows, generator=generator)
     lengths = torch.full((1, args.ids // _BAG), _BAG)
-    made = []
+    requests = []
     for _ in range(_REQUESTS):
         unit = torch.rand(lengths.numel() * _BAG, generator=generator, dtype=torch.float64)
         ranks = (args.rows**unit - 1).long().clamp(0, args.rows - 1)
-        made.append(serving.KeyedIds(["ids"], hashed(order[ranks]), lengths))
-    return made
+        requests.append(serving.KeyedIds(["ids"], hashed(order[ranks]), lengths))
+    return requests
 
 
 class Applier:
@@ -216,7 +216,7 @@ def measured(args: argparse.Namespace, folder: Path, process: bool) -> dict[str,
         idle += times(for_seconds(_IDLE_SECONDS))
     applier.stop()
     os.sched_setaffinity(0, set(cores))
-    p99, idle_p99 = (statistics.quantiles(its, n=100)[-1] for its in (applying, idle))
+    p99, idle_p99 = (statistics.quantiles(samples, n=100)[-1] for samples in (applying, idle))
     return {
         "case": "process" if process else "thread",
         "format": args.format,

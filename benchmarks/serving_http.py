@@ -73,12 +73,12 @@ class Model(nn.Module):
 def bodies(args: argparse.Namespace) -> list[str]:
     """Creates the bodies of the requests."""
     generator = torch.Generator().manual_seed(1)
-    made = []
+    requests = []
     for _ in range(64):
         drawn = args.rows ** torch.rand(args.ids, generator=generator, dtype=torch.float64)
         ids = (drawn.long() - 1).clamp(0, args.rows - 1).tolist()
-        made.append(json.dumps({"args": [{"ids": {"ids": [ids]}}]}))
-    return made
+        requests.append(json.dumps({"args": [{"ids": {"ids": [ids]}}]}))
+    return requests
 
 
 def wait_for(process: subprocess.Popen) -> None:

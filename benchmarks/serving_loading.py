@@ -64,8 +64,8 @@ def build(args: argparse.Namespace, folder: Path) -> tuple[TableFile, float]:
             builder.add(ids, rows)
             spent += time.perf_counter() - began
         began = time.perf_counter()
-        made = builder.finish(folder / "rows.table")
-    return made, spent + time.perf_counter() - began
+        table_file = builder.finish(folder / "rows.table")
+    return table_file, spent + time.perf_counter() - began
 
 
 def save(args: argparse.Namespace, folder: Path) -> int:
@@ -85,7 +85,7 @@ def build_from_checkpoint(args: argparse.Namespace, folder: Path) -> tuple[Table
     """Like :func:`build`, from the checkpoint of :func:`save`."""
     began = time.perf_counter()
     saved = Checkpoint(folder / "checkpoint")
-    made = build_table(
+    table_file = build_table(
         lambda: saved.entries(_TABLE),
         args.dim,
         args.format,
@@ -93,7 +93,7 @@ def build_from_checkpoint(args: argparse.Namespace, folder: Path) -> tuple[Table
         args.memory,
         saved.order(_TABLE),
     )
-    return made, time.perf_counter() - began
+    return table_file, time.perf_counter() - began
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
@@ -101,8 +101,8 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         saved = save(args, folder) if args.checkpoint else 0
-        made, build_s = (build_from_checkpoint if args.checkpoint else build)(args, folder)
-        size = made.num_bytes
+        table_file, build_s = (build_from_checkpoint if args.checkpoint else build)(args, folder)
+        size = table_file.num_bytes
         if args.checkpoint:
             shutil.rmtree(folder / "checkpoint")
         (scratch := folder / "sequential").mkdir()
@@ -113,10 +113,10 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         def timed(resident: bool) -> tuple[float, float]:
             drop_from_cache(folder)
             began = time.perf_counter()
-            index, rows = made.map(folder, resident)
+            index, rows = table_file.map(folder, resident)
             if not resident:
-                reading.append(warm(folder, [(made, index)]))
-            table = ReadOnlyTable("t", args.dim, args.format, index, rows, made.unit)
+                reading.append(warm(folder, [(table_file, index)]))
+            table = ReadOnlyTable("t", args.dim, args.format, index, rows, table_file.unit)
             tables = ReadOnlyTables([table])
             mapped = time.perf_counter() - began
             tables.rows(0, ids)

@@ -131,13 +131,13 @@ def measured(
                 sizes[row_format] = sum(path.stat().st_size for path in files)
     base = torch.tensor(aucs["fp32"], dtype=torch.float64)
     for name in formats:
-        its = torch.tensor(aucs[name], dtype=torch.float64)
-        difference = its - base
+        format_aucs = torch.tensor(aucs[name], dtype=torch.float64)
+        difference = format_aucs - base
         yield {
             "stream": stream.name,
             "format": name,
             "dim": dim,
-            "auc": round(float(its.mean()), 5),
+            "auc": round(float(format_aucs.mean()), 5),
             "difference": round(float(difference.mean()), 6) + 0.0,
             "worst": round(float(difference.min()), 6) + 0.0,
             "bytes": sizes[name],

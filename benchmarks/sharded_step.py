@@ -113,13 +113,13 @@ def make_model(
     planner = EmbeddingShardingPlanner(
         topology=topology, constraints={table.name: constraint for table in tables}
     )
-    ours = get_default_sharders(num_groups=args.num_groups, wire_dtype=args.wire_dtype)
-    plan = planner.collective_plan(collection, ours, dist.group.WORLD)
+    sharders = get_default_sharders(num_groups=args.num_groups, wire_dtype=args.wire_dtype)
+    plan = planner.collective_plan(collection, sharders, dist.group.WORLD)
     return DistributedModelParallel(
         collection,
         device=args.device,
         plan=plan,
-        sharders=[stock_sharder(args.wire_dtype)] if side == "stock" else ours,
+        sharders=[stock_sharder(args.wire_dtype)] if side == "stock" else sharders,
     )
 
 
@@ -152,9 +152,9 @@ def fill(args: argparse.Namespace, model: DistributedModelParallel) -> None:
         ) % args.rows
         model(keyed(args, ids.repeat(args.tables))).wait()
     sizes = [counted["size"] for counted in table_counters(model).values()]
-    held = torch.tensor(sizes, device=args.device)
-    dist.all_reduce(held)
-    if held.tolist() != [args.rows] * args.tables:
+    table_sizes = torch.tensor(sizes, device=args.device)
+    dist.all_reduce(table_sizes)
+    if table_sizes.tolist() != [args.rows] * args.tables:
         raise RuntimeError("a table has no room for an id; --load must be lower.")
 
 
@@ -229,7 +229,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
         steps = {side: step_of(model, batches, grad) for side, model in models.items()}
         exchanges = {side: exchange_of(model, batches) for side, model in models.items()}
         for what, calls in (("step", steps), ("input_dist", exchanges)):
-            took = compare(args, calls)
+            times = compare(args, calls)
             yield {
                 "what": what,
                 "stream": name,
@@ -242,11 +242,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 "load": args.load,
                 "num_groups": args.num_groups,
                 "wire_dtype": args.wire_dtype,
-                **{f"{side}_ms": round(ms, 3) for side, ms in took.items()},
-                "ratio": round(took["hkv"] / took["stock"], 3),
+                **{f"{side}_ms": round(ms, 3) for side, ms in times.items()},
+                "ratio": round(times["hkv"] / times["stock"], 3),
                 **{
                     f"{side}_samples_s": round(1e3 * args.batch * ranks / ms)
-                    for side, ms in took.items()
+                    for side, ms in times.items()
                 },
                 "fbgemm_gpu": fbgemm_gpu.__version__,
                 "torchrec": torchrec.__version__,

@@ -81,9 +81,9 @@ class Tables:
 
     def fill(self, load: float, capacity: int) -> None:
         """Inserts each table's ids with numbers 0, 1, …, up to the load factor."""
-        wanted = int(load * capacity / self.number)
-        while self.filled < wanted:
-            n = min(self.n, wanted - self.filled)
+        target = int(load * capacity / self.number)
+        while self.filled < target:
+            n = min(self.n, target - self.filled)
             numbers = torch.arange(self.filled, self.filled + n, device=self.device)
             self.insert(self.batch([numbers] * self.number))
             self.filled += n

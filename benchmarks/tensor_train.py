@@ -77,7 +77,7 @@ class Workload:
 
     def scaled(self, divisor: int) -> Workload:
         """Returns a workload with fewer bags and smaller row factors."""
-        p = tuple(tuple(max(2, factor // divisor) for factor in own) for own in self.p)
+        p = tuple(tuple(max(2, factor // divisor) for factor in factors) for factors in self.p)
         return dataclasses.replace(self, p=p, batch=max(1, self.batch // divisor))
 
     @property
@@ -245,8 +245,8 @@ def measure(work: Workload, precision: str, steps: int) -> dict[str, object]:
     }
     if work.beside_fbgemm and HAS_FBGEMM:
         dense = make_fbgemm(work)
-        theirs, _ = nanoseconds(lambda at: backward(dense, batches[at % BATCHES]), steps, n)
-        row |= {"fbgemm_ns_per_id": round(theirs, 3), "ratio": round(eager / theirs, 3)}
+        fbgemm_ns, _ = nanoseconds(lambda at: backward(dense, batches[at % BATCHES]), steps, n)
+        row |= {"fbgemm_ns_per_id": round(fbgemm_ns, 3), "ratio": round(eager / fbgemm_ns, 3)}
     return row
 
 

@@ -79,8 +79,11 @@ def _rows(args: argparse.Namespace) -> Iterator[dict]:
                     min(minimum[at][1], scale * spent),
                 )
         first = minimum[0][1]
-        for (shape, _, batch), its in zip(tables, minimum, strict=True):
-            yield {**_row(shape, batch, stream, its), "over_first": round(its[1] / first, 3)}
+        for (shape, _, batch), minimum_ms in zip(tables, minimum, strict=True):
+            yield {
+                **_row(shape, batch, stream, minimum_ms),
+                "over_first": round(minimum_ms[1] / first, 3),
+            }
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -242,8 +242,8 @@ class StepTimer:
         before = requested("current")
         out = forward(self._batches[0], self._offsets)
         out.backward(self._grad)
-        taken = requested("peak") - before - out.nbytes
-        return taken / self._batches[0].numel()
+        step_bytes = requested("peak") - before - out.nbytes
+        return step_bytes / self._batches[0].numel()
 
     def table_times(self, side: str, tables: HashTables) -> dict[str, float]:
         """Like :meth:`times`, for a group of hash tables, and also as a CUDA graph."""

@@ -150,13 +150,13 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                     middle = now()
                     output.backward(grad)
                     end = now()
-                    took = {"forward": between(begin, middle), "backward": between(middle, end)}
-                    took["step"] = between(begin, end)
+                    elapsed = {"forward": between(begin, middle), "backward": between(middle, end)}
+                    elapsed["step"] = between(begin, end)
                     if side == "hkv":
-                        took["find"] = between(begin, hash_tables.found)
+                        elapsed["find"] = between(begin, hash_tables.found)
                     if turn >= WARM_UP:
-                        for what, its in took.items():
-                            times.setdefault(f"{side}_{what}", []).append(its)
+                        for what, samples in elapsed.items():
+                            times.setdefault(f"{side}_{what}", []).append(samples)
             # FBGEMM sums the thousands of gradients of the most frequent rows in float32.
             torch.testing.assert_close(
                 rows_of(group, args),
@@ -175,8 +175,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 "threads": args.threads,
             }
             for clock, unit in enumerate(("ms", "cpu_ms")):
-                for what, its in sorted(times.items()):
-                    row[f"{what}_{unit}"] = round(statistics.median(t[clock] for t in its), 3)
+                for what, samples in sorted(times.items()):
+                    row[f"{what}_{unit}"] = round(statistics.median(t[clock] for t in samples), 3)
             row["factor"] = round(row["fbgemm_step_ms"] / row["hkv_step_ms"], 2)
             row["cpu_factor"] = round(row["fbgemm_step_cpu_ms"] / row["hkv_step_cpu_ms"], 2)
             row["system_load"] = round(load_before, 2)

@@ -172,11 +172,11 @@ def measure_step(ncu: str, name: str, optimizer: str, load: float) -> Iterator[d
         command += ["--workloads", name, "--optimizers", optimizer, "--load", str(load), "--step"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            said = log.read_text() if log.exists() else ""
-            raise RuntimeError(f"ncu exits with {done.returncode}.\n{said[-2000:]}")
+            output = log.read_text() if log.exists() else ""
+            raise RuntimeError(f"ncu exits with {done.returncode}.\n{output[-2000:]}")
         kernels = parse_kernels(log.read_text().splitlines())
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith('{"least"')]
-    facts = json.loads(said)
+    (output,) = [line for line in done.stdout.splitlines() if line.startswith('{"least"')]
+    facts = json.loads(output)
     for stage in STAGES:
         read, written = facts["least"][stage]
         minimum = {"stage": stage, "kernel": "least", "launches": 0}

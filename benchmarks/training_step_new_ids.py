@@ -65,10 +65,12 @@ def measure_share(
         batches.append(with_new(work.draw(device), share, first))
         first += len(batches[-1])
     order = iter(batches)
-    asked, there = counted(tables)
+    lookups_before, there = counted(tables)
     ms, _ = milliseconds(lambda at: tables.forward(next(order), offsets).backward(grad), STEPS)
-    asked, there = (after - was for after, was in zip(counted(tables), (asked, there), strict=True))
-    return ms, 1 - there / asked, first
+    lookups_before, there = (
+        after - was for after, was in zip(counted(tables), (lookups_before, there), strict=True)
+    )
+    return ms, 1 - there / lookups_before, first
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:

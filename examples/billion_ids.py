@@ -226,22 +226,22 @@ def failures(
 ) -> list[str]:
     """Prints the table's size and memory; returns a sentence per check that failed."""
     group, counted = embedding.group, embedding.counters()["embedding"]
-    taken = MemoryBytes(group.hbm_bytes(0), group.host_bytes(0))
+    used = MemoryBytes(group.hbm_bytes(0), group.host_bytes(0))
     print(
         f"held {counted['size']:,} of {ids:,} ids, load factor"
         f" {counted['size'] / counted['capacity']:.3f}, evicted {counted['evicted']:,}, refused"
         f" {counted['refused']:,}"
     )
-    off = f"{taken.total / stated.total - 1:+.2%} of what was stated"
-    print(f"the table took {format_bytes(taken.total)} ({taken}), {off}")
+    off = f"{used.total / stated.total - 1:+.2%} of what was stated"
+    print(f"the table took {format_bytes(used.total)} ({used}), {off}")
     found = []
     if counted["size"] != ids:
         found.append(f"The table holds {counted['size']:,} ids, but should hold {ids:,}.")
     if error > 1e-5:
         found.append(f"A row is off by {error:.1e}.")
     # GPU memory is allocated in pages of 2 MiB, several per table.
-    if taken.hbm > stated.hbm + (64 << 20) or taken.host > stated.host + (64 << 20):
-        found.append(f"The table took {taken}, but {stated} were stated.")
+    if used.hbm > stated.hbm + (64 << 20) or used.host > stated.host + (64 << 20):
+        found.append(f"The table took {used}, but {stated} were stated.")
     if embedding.device.type == "cuda":
         peak, maximum = torch.cuda.max_memory_reserved(), stated.hbm + (GRADIENTS_GB << 30)
         print(f"all took at most {peak:,} bytes of HBM; {maximum:,} were stated")
@@ -291,10 +291,10 @@ def main() -> int:
         print(f"Written: {arguments.save / f'rank_{RANK}'}")
     if arguments.plot and RANK == 0:
         group = embedding.group
-        taken = group.hbm_bytes(0) + group.host_bytes(0)
+        used = group.hbm_bytes(0) + group.host_bytes(0)
         panels = [
             Curves("million ids", "million ids a second", {"trained": speeds}),
-            Bars("MiB", {"stated": stated.total / 2**20, "taken": taken / 2**20}),
+            Bars("MiB", {"stated": stated.total / 2**20, "taken": used / 2**20}),
         ]
         write_panels(arguments.plot, f"{ids:,} ids, rows of {dim}", panels)
     if arguments.json and RANK == 0:

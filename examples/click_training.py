@@ -286,8 +286,8 @@ def test_auc(model: nn.Module, batches: Iterable[ClickBatch]) -> float:
         logits.append(model(batch.dense, batch.sparse).squeeze(1))
         labels.append(batch.labels)
         real.append(batch.real)
-    kept = gather(torch.cat(real))
-    return auc(gather(torch.cat(logits))[kept], gather(torch.cat(labels))[kept])
+    is_real = gather(torch.cat(real))
+    return auc(gather(torch.cat(logits))[is_real], gather(torch.cat(labels))[is_real])
 
 
 def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:

@@ -117,8 +117,8 @@ class BestState:
         """Loads the best state into the model."""
         state = self.model.state_dict()
         for key, tensor in state.items():
-            for part, kept in zip(local_tensors(tensor), self._state[key], strict=True):
-                part.copy_(kept)
+            for part, saved in zip(local_tensors(tensor), self._state[key], strict=True):
+                part.copy_(saved)
         self.model.load_state_dict(state)
 
     def _validate(self) -> None:

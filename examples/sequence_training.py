@@ -160,25 +160,27 @@ class Run:
             named = np.searchsorted(self.items, named)
         return torch.from_numpy(named).to(self.settings.device)
 
-    def step(self, mine: list[np.ndarray], sampler: Sampler, only_last: bool) -> None:
+    def step(self, histories: list[np.ndarray], sampler: Sampler, only_last: bool) -> None:
         """Trains on this rank's part of a batch.
 
         Args:
-            mine: histories of at least two items.
+            histories: histories of at least two items.
             sampler: samples the candidates.
             only_last: whether to predict only the last item, instead of all but the first.
         """
         device = self.settings.device
-        candidates = sampler.sample(len(mine) * self.settings.candidates)
-        inputs = Histories.of([part[:-1] for part in mine])
+        candidates = sampler.sample(len(histories) * self.settings.candidates)
+        inputs = Histories.of([part[:-1] for part in histories])
         # The rows of targets are looked up together with the candidates.
-        targets = [part[-1:] if only_last else part[1:] for part in mine]
-        wanted = np.concatenate(targets)
-        filled = -len(wanted) % len(mine)  # pads to equal numbers per history
-        asked = np.concatenate([candidates, wanted, np.repeat(wanted[-1:], filled)])
+        targets = [part[-1:] if only_last else part[1:] for part in histories]
+        target_items = np.concatenate(targets)
+        filled = -len(target_items) % len(histories)  # pads to equal numbers per history
+        candidate_items = np.concatenate(
+            [candidates, target_items, np.repeat(target_items[-1:], filled)]
+        )
         self.model.train()
         vectors, _, rows = self.model(
-            self.ids(inputs.items), inputs.lengths.to(device), self.ids(asked)
+            self.ids(inputs.items), inputs.lengths.to(device), self.ids(candidate_items)
         )
         position = torch.arange(vectors.shape[1]).unsqueeze(0)
         lengths = inputs.lengths.unsqueeze(1)
@@ -186,11 +188,11 @@ class Run:
         count = len(candidates)
         loss = sampled_softmax(
             vectors[used.to(device)],
-            torch.from_numpy(wanted).to(device),
-            rows[count : count + len(wanted)],
+            torch.from_numpy(target_items).to(device),
+            rows[count : count + len(target_items)],
             torch.from_numpy(candidates).to(device),
             rows[:count],
-            sampler.log_share(wanted).to(device),
+            sampler.log_share(target_items).to(device),
             sampler.log_share(candidates).to(device),
         )
         self.optimizer.zero_grad()
@@ -219,10 +221,10 @@ class Run:
         number = sampler.number(targets)
         # Each history must have the same number of candidates.
         each = -(-len(known) // len(histories))
-        asked = np.resize(known, each * len(histories))
+        candidate_items = np.resize(known, each * len(histories))
         joined = Histories.of(histories)
         vectors, _, rows = self.model(
-            self.ids(joined.items), joined.lengths.to(device), self.ids(asked)
+            self.ids(joined.items), joined.lengths.to(device), self.ids(candidate_items)
         )
         last = vectors[torch.arange(len(histories)), joined.lengths - 1]
         scores = last @ rows[: len(known)].T
@@ -233,8 +235,8 @@ class Run:
         at = torch.from_numpy(np.minimum(number, len(known) - 1))
         left_out[torch.arange(len(at)), at] = False
         scores = scores.masked_fill(left_out.to(device), float("-inf"))
-        own = scores.gather(1, at.to(device).unsqueeze(1))
-        place = (scores > own).sum(1).cpu()
+        target_scores = scores.gather(1, at.to(device).unsqueeze(1))
+        place = (scores > target_scores).sum(1).cpu()
         return torch.where(torch.from_numpy(number < len(known)), place, len(known))
 
     def num_items(self) -> int:
@@ -247,18 +249,18 @@ class Run:
 class Progress:
     """Shows the progress of a run on the console and, if requested, in TensorBoard."""
 
-    def __init__(self, made: Run, steps: int) -> None:
+    def __init__(self, run: Run, steps: int) -> None:
         """
         Args:
-            made: the run.
+            run: the run.
             steps: number of steps of the run.
         """
-        self._made, self._stack = made, contextlib.ExitStack()
-        speaks, settings = dist.get_rank() == 0, made.settings
-        line = ConsoleLine(RUNS[made.key], steps, shown=speaks)
+        self._made, self._stack = run, contextlib.ExitStack()
+        speaks, settings = dist.get_rank() == 0, run.settings
+        line = ConsoleLine(RUNS[run.key], steps, shown=speaks)
         self._line, self._board = self._stack.enter_context(line), None
         if settings.tensorboard and speaks:
-            folder = settings.tensorboard / f"{made.key}_{settings.seed}"
+            folder = settings.tensorboard / f"{run.key}_{settings.seed}"
             self._board = self._stack.enter_context(TensorBoard(folder))
         self.points: list[tuple[int, float]] = []
 
@@ -323,26 +325,26 @@ def train_epochs(events: Events, key: str, settings: Settings) -> Score:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     pieces, tests = without_last(events, settings.length), last_events(events)
-    made = Run(events, key, settings)
+    run = Run(events, key, settings)
     sampler = Sampler(settings.seed * world_size + rank)
     sampler.add(np.concatenate(pieces))
-    first = epochs_done(made.saves, settings.epochs, settings.resume)
+    first = epochs_done(run.saves, settings.epochs, settings.resume)
     steps = (settings.epochs - first) * (len(pieces) // settings.batch_size)
     step, sums = 0, np.zeros(3)
-    with Progress(made, steps) as progress:
+    with Progress(run, steps) as progress:
         for epoch in range(first, settings.epochs):
             for batch in batches(len(pieces), settings.batch_size, settings.seed + 1000 * epoch):
-                mine = batch[rank::world_size]
-                made.step([pieces[one] for one in mine], sampler, only_last=False)
+                rank_batch = batch[rank::world_size]
+                run.step([pieces[one] for one in rank_batch], sampler, only_last=False)
                 step += 1
-            sums = score_last(made, events, tests, sampler)
+            sums = score_last(run, events, tests, sampler)
             progress(step, step * settings.batch_size, sums[0] / sums[2])
-            made.saves.save(epoch + 1, *sums)
+            run.saves.save(epoch + 1, *sums)
     hits, gain, count = sums
-    return Score(hits / count, gain / count, int(count), made.num_items(), progress.points)
+    return Score(hits / count, gain / count, int(count), run.num_items(), progress.points)
 
 
-def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -> np.ndarray:
+def score_last(run: Run, events: Events, tests: np.ndarray, sampler: Sampler) -> np.ndarray:
     """Predicts the last item of each user; returns the sums of :func:`_summed`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = np.zeros(3)
@@ -350,12 +352,12 @@ def score_last(made: Run, events: Events, tests: np.ndarray, sampler: Sampler) -
     for begin in range(0, len(tests), step):
         part = tests[begin : begin + step]
         # Every rank must have at least one; those that also belong to another rank don't count.
-        mine = part[rank::world_size]
-        filled = mine if len(mine) else part[:1]
-        histories = [events.last(event, made.settings.length) for event in filled]
+        rank_part = part[rank::world_size]
+        filled = rank_part if len(rank_part) else part[:1]
+        histories = [events.last(event, run.settings.length) for event in filled]
         seen = [events.last(event, len(events)) for event in filled]
-        places = made.ranks(histories, seen, events.items[filled], sampler)
-        total += _summed(places[: len(mine)], made.settings.device)
+        places = run.ranks(histories, seen, events.items[filled], sampler)
+        total += _summed(places[: len(rank_part)], run.settings.device)
     return total
 
 
@@ -365,34 +367,34 @@ def pass_over_time(events: Events, key: str, settings: Settings) -> Score:
     The figures exclude the first fifth of the pass.
     """
     rank, world_size, size = dist.get_rank(), dist.get_world_size(), settings.batch_size
-    made = Run(events, key, settings)
+    run = Run(events, key, settings)
     sampler = Sampler(settings.seed * world_size + rank)
     steps = -(-len(events) // size)
-    first, *numbers = made.saves.resume()
+    first, *numbers = run.saves.resume()
     if first == steps:
         raise DataError(f"--resume is {settings.resume}, which holds the state after the pass.")
     sums, since = np.array(numbers), np.zeros(3)
     if first:
         sampler.add(events.items[: int(first) * size])
-    with Progress(made, steps) as progress:
+    with Progress(run, steps) as progress:
         for step in range(int(first) + 1, steps + 1):
             begin = (step - 1) * size
             batch = np.arange(begin, min(begin + size, len(events)))
             again = batch[events.position[batch] > 0]
-            mine = again[rank::world_size]
-            histories = [events.last(event, settings.length) for event in mine]
+            rank_batch = again[rank::world_size]
+            histories = [events.last(event, settings.length) for event in rank_batch]
             if len(again) >= world_size and len(sampler.known):
-                seen = [events.last(event, len(events)) for event in mine]
-                places = made.ranks(histories, seen, events.items[mine], sampler)
+                seen = [events.last(event, len(events)) for event in rank_batch]
+                places = run.ranks(histories, seen, events.items[rank_batch], sampler)
                 since += _summed(places, settings.device)
             sampler.add(events.items[batch])
             if len(again) >= world_size:
-                whole = zip(histories, events.items[mine], strict=True)
-                made.step([np.append(*pair) for pair in whole], sampler, only_last=True)
+                whole = zip(histories, events.items[rank_batch], strict=True)
+                run.step([np.append(*pair) for pair in whole], sampler, only_last=True)
             if step * POINTS // steps > (step - 1) * POINTS // steps and since[2]:
                 progress(step, begin + len(batch) - int(first) * size, since[0] / since[2])
                 sums += since if begin >= len(events) // 5 else 0.0
                 since[:] = 0
-                made.saves.save(step, *sums)
+                run.saves.save(step, *sums)
     hits, gain, count = sums
-    return Score(hits / count, gain / count, int(count), made.num_items(), progress.points)
+    return Score(hits / count, gain / count, int(count), run.num_items(), progress.points)

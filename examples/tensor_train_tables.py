@@ -88,9 +88,11 @@ def compress(
     for table in tables:
         rows = whole(state[key_of(state, table)])
         if dist.get_rank() == 0:
-            made = tt_svd(rows, ranks=rank, max_error=error)
-            made = dataclasses.replace(made, cores=[core.cpu() for core in made.cores])
-            result[0][table] = Compressed(made, rows.nbytes)
+            decomposition = tt_svd(rows, ranks=rank, max_error=error)
+            decomposition = dataclasses.replace(
+                decomposition, cores=[core.cpu() for core in decomposition.cores]
+            )
+            result[0][table] = Compressed(decomposition, rows.nbytes)
     # One rank sends the result to all, because all must agree on the shapes.
     dist.broadcast_object_list(result, src=0)
     return result[0]

@@ -107,8 +107,8 @@ def evaluate(model: nn.Module, batches: Iterator[ClickBatch]) -> tuple[float, fl
         logits.append(model(batch.dense, batch.sparse).squeeze(1))
         labels.append(batch.labels)
         real.append(batch.real)
-    kept = gather(torch.cat(real))
-    all_logits, all_labels = gather(torch.cat(logits))[kept], gather(torch.cat(labels))[kept]
+    is_real = gather(torch.cat(real))
+    all_logits, all_labels = gather(torch.cat(logits))[is_real], gather(torch.cat(labels))[is_real]
     loss = nn.functional.binary_cross_entropy_with_logits(all_logits, all_labels)
     return auc(all_logits, all_labels), loss.item()
 
@@ -225,10 +225,10 @@ def report(done: list[Period]) -> dict[str, float]:
 def draw(path: Path, name: str, done: list[Period]) -> None:
     """Draws the AUC of each period, and the number of ids in the tables after it."""
     auc = [(period.number, period.auc) for period in done]
-    held = [(period.number, period.metrics.size) for period in done]
+    sizes = [(period.number, period.metrics.size) for period in done]
     panels = [
         Curves("period", "AUC before training on it", {"AUC": auc}),
-        Curves("period", "ids held", {"ids": held}),
+        Curves("period", "ids held", {"ids": sizes}),
     ]
     write_panels(path, name, panels)
 

@@ -45,9 +45,14 @@ def table(results: dict[str, list[Score]]) -> list[tuple[str, ...]]:
     """Formats means over seeds, with standard deviations if there are several seeds."""
     lines = [COLUMNS]
     for key, scores in results.items():
-        held = ", ".join(sorted({f"{score.items:,}" for score in scores}))
+        num_items = ", ".join(sorted({f"{score.items:,}" for score in scores}))
         lines.append(
-            (RUNS[key], _mean([s.recall for s in scores]), _mean([s.ndcg for s in scores]), held)
+            (
+                RUNS[key],
+                _mean([s.recall for s in scores]),
+                _mean([s.ndcg for s in scores]),
+                num_items,
+            )
         )
     return lines
 
@@ -62,8 +67,8 @@ def differences(results: dict[str, list[Score]]) -> str | None:
     if not {"stock", "hkv"} <= set(results):
         return None
     pairs = list(zip(results["hkv"], results["stock"], strict=True))
-    recall = _signed([ours.recall - stock.recall for ours, stock in pairs])
-    ndcg = _signed([ours.ndcg - stock.ndcg for ours, stock in pairs])
+    recall = _signed([score.recall - stock.recall for score, stock in pairs])
+    ndcg = _signed([score.ndcg - stock.ndcg for score, stock in pairs])
     return f"hkv - stock: recall@10 {recall}, NDCG@10 {ndcg}"
 
 

@@ -138,8 +138,8 @@ def train(
             for batch in order.split(arguments.batch_size):
                 if len(batch) < arguments.batch_size:
                     continue
-                mine = batch[rank::world_size]
-                loss = model(*(column[mine].to(device) for column in columns))
+                rank_batch = batch[rank::world_size]
+                loss = model(*(column[rank_batch].to(device) for column in columns))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -158,8 +158,8 @@ def vectors(tower: torch.nn.Module, ids: np.ndarray, device: torch.device) -> to
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = -(-len(ids) // world_size)
     padded = torch.from_numpy(np.resize(ids, share * world_size))
-    mine = padded[rank * share : (rank + 1) * share].to(device)
-    parts = [tower(part) for part in mine.split(CHUNK)]
+    rank_ids = padded[rank * share : (rank + 1) * share].to(device)
+    parts = [tower(part) for part in rank_ids.split(CHUNK)]
     return gather(torch.cat(parts))[: len(ids)]
 
 
@@ -179,9 +179,9 @@ def recalls(
     seen = torch.zeros(scores.shape, dtype=torch.bool, device=device)
     liked = torch.zeros_like(seen)
     for mask, likes in ((seen, train), (liked, later)):
-        kept = np.isin(likes.users, users) & np.isin(likes.items, items)
-        row = torch.from_numpy(np.searchsorted(users, likes.users[kept])).to(device)
-        column = torch.from_numpy(np.searchsorted(items, likes.items[kept])).to(device)
+        is_known = np.isin(likes.users, users) & np.isin(likes.items, items)
+        row = torch.from_numpy(np.searchsorted(users, likes.users[is_known])).to(device)
+        column = torch.from_numpy(np.searchsorted(items, likes.items[is_known])).to(device)
         mask[row, column] = True
     liked &= ~seen
     result = {}

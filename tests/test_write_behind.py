@@ -136,10 +136,10 @@ def test_a_job_lets_go_of_what_it_held(tmp_path):
         pass
 
     held, handle = Held(), SaveHandle(tmp_path)
-    gone = weakref.ref(held)
+    removed = weakref.ref(held)
     handle.defer(lambda held=held: None, lane="a")
     del held
-    _wait_until(lambda: gone() is None)
+    _wait_until(lambda: removed() is None)
     handle.close()
     handle.wait(60)
 

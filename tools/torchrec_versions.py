@@ -93,15 +93,15 @@ def own_environment(folder: Path, release: Release) -> tuple[Path, Path]:
     """
     python = folder / "venv" / "bin" / "python"
     stamp = folder / "installed.txt"
-    wanted = [f"torch=={release.torch}", f"fbgemm-gpu-cpu=={release.fbgemm}", *packages()]
-    wanted += release.more
-    text = "\n".join([*wanted, f"torchrec=={release.torchrec}"])
+    requirements = [f"torch=={release.torch}", f"fbgemm-gpu-cpu=={release.fbgemm}", *packages()]
+    requirements += release.more
+    text = "\n".join([*requirements, f"torchrec=={release.torchrec}"])
     if not stamp.is_file() or stamp.read_text() != text:
         venv.create(folder / "venv", with_pip=True, clear=True)
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         torchrec = f"torchrec=={release.torchrec}"
         try:
-            run(folder / "install.log", [*pip, "setuptools", *wanted])
+            run(folder / "install.log", [*pip, "setuptools", *requirements])
             run(folder / "install_torchrec.log", [*pip, "--no-deps", torchrec])
         except Failed as reason:
             raise NotInstalled(str(reason)) from None
@@ -132,8 +132,8 @@ def copy_tree(target: Path) -> None:
         shutil.copy(source, copy)
     for folder in ("csrc", "tests", "torchrec_hkv"):
         for old in (target / folder).rglob("*.*"):
-            gone = old.relative_to(target).as_posix() not in names
-            if gone and old.suffix in (".py", ".cpp", ".h"):
+            is_removed = old.relative_to(target).as_posix() not in names
+            if is_removed and old.suffix in (".py", ".cpp", ".h"):
                 old.unlink()
 
 
@@ -146,8 +146,8 @@ def python_alone(folder: Path, release: Release) -> Path:
     site = folder / f"torchrec-{release.torchrec}"
     if not site.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        wanted = [f"torchrec=={release.torchrec}", *release.more]
-        command = [*pip, "--no-deps", "--target", str(site), *wanted]
+        requirements = [f"torchrec=={release.torchrec}", *release.more]
+        command = [*pip, "--no-deps", "--target", str(site), *requirements]
         run(folder / "install_torchrec.log", command)
     return site
 
@@ -185,12 +185,12 @@ def check(name: str, args: argparse.Namespace) -> bool:
                 )
         if tree == ROOT:
             path = [python_alone(folder, release)]
-        said = test(folder / "tests.log", python, path, tree, args.pytest)
+        result = test(folder / "tests.log", python, path, tree, args.pytest)
     except Failed as reason:
         print(f"TorchRec {release.torchrec}, {beside}: FAILED: {reason}", flush=True)
         return False
-    took = round(time.monotonic() - begin)
-    print(f"TorchRec {release.torchrec}, {beside}: {said} ({took} s in all)", flush=True)
+    seconds = round(time.monotonic() - begin)
+    print(f"TorchRec {release.torchrec}, {beside}: {result} ({seconds} s in all)", flush=True)
     return True
 
 

@@ -29,16 +29,16 @@ def chosen() -> str:
     Raises:
         ValueError: the variable is neither ``v2`` nor ``v3``, or the CPU can't run ``v3``.
     """
-    asked = environment.text("CPU_VARIANT")
-    if asked not in (None, *VARIANTS):
-        raise ValueError(f"{environment.PREFIX}CPU_VARIANT is {asked!r}, but must be v2 or v3.")
+    requested = environment.text("CPU_VARIANT")
+    if requested not in (None, *VARIANTS):
+        raise ValueError(f"{environment.PREFIX}CPU_VARIANT is {requested!r}, but must be v2 or v3.")
     runs = _v3_file() is not None and cpu_flags() >= V3_FLAGS
-    if asked == "v3" and not runs:
+    if requested == "v3" and not runs:
         raise ValueError(
             f"{environment.PREFIX}CPU_VARIANT is 'v3', but must be v2: this installation has no "
             "v3, or this CPU does not run it."
         )
-    return asked or ("v3" if runs else "v2")
+    return requested or ("v3" if runs else "v2")
 
 
 def load() -> ModuleType:

@@ -32,7 +32,7 @@ def _bar_class() -> Any:
     return Bar
 
 
-class Progress:
+class TaskProgress:
     """Progress of an operation. Several threads may add to it.
 
     Args:
@@ -89,12 +89,12 @@ class Progress:
             self._bar.close()
 
 
-def current() -> Progress | None:
+def current() -> TaskProgress | None:
     """The operation that this thread works for."""
     return getattr(_local, "progress", None)
 
 
-def use_progress(progress: Progress | None) -> None:
+def use_progress(progress: TaskProgress | None) -> None:
     """Sets the operation that this thread works for; use it as the initializer of a pool."""
     _local.progress = progress
 
@@ -127,7 +127,7 @@ def unreported() -> Iterator[None]:
 @contextlib.contextmanager
 def reported(
     label: str, total: int = 0, *, show: bool = True, unit: str = "B"
-) -> Iterator[Progress]:
+) -> Iterator[TaskProgress]:
     """Runs a task with a bar. A task within another task has no bar of its own: it adds to the
     outer bar, and to its total if the total was unknown at first."""
     before = current()
@@ -136,7 +136,7 @@ def reported(
             before.expect(total)
         yield before
         return
-    progress = Progress(label, total, show=show, unit=unit)
+    progress = TaskProgress(label, total, show=show, unit=unit)
     use_progress(progress)
     try:
         yield progress

@@ -136,8 +136,8 @@ def look_up(
     rows = torch.zeros(len(ids), dim)
     for row, data in zip(rows, found, strict=True):
         if data is not None:
-            held = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            row.copy_(row_formats.from_bytes(held[None], row_format, dim, unit)[0])
+            stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            row.copy_(row_formats.from_bytes(stored[None], row_format, dim, unit)[0])
     return rows
 
 

@@ -126,8 +126,12 @@ class Batcher:
             return [self._serve([call])[0] for call in calls]  # only the bad request fails
         answers, first = [], 0
         for call in calls:
-            own = slice(first, first + call.samples)
-            answers.append(pytree.tree_map(lambda tensor, own=own: tensor[own].tolist(), out))
+            call_samples = slice(first, first + call.samples)
+            answers.append(
+                pytree.tree_map(
+                    lambda tensor, call_samples=call_samples: tensor[call_samples].tolist(), out
+                )
+            )
             first += call.samples
         return answers
 

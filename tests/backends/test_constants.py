@@ -44,10 +44,10 @@ def test_constants_that_made_the_times_are_found():
 def test_no_constant_is_negative_and_none_is_better():
     generator = torch.Generator().manual_seed(3)
     samples = [
-        TimedStep(Work(work, work), StepTime(took, took), 1.0)
+        TimedStep(Work(work, work), StepTime(elapsed, elapsed), 1.0)
         for _ in range(20)
-        for took in [float(torch.rand((), generator=generator)) + 0.1]
-        for work in [{"a": float(torch.rand((), generator=generator)), "b": 2.0 - took}]
+        for elapsed in [float(torch.rand((), generator=generator)) + 0.1]
+        for work in [{"a": float(torch.rand((), generator=generator)), "b": 2.0 - elapsed}]
     ]
     (fit,) = fit_constants(samples).fits
     assert min(fit.forward.values()) >= 0
@@ -106,8 +106,8 @@ def test_what_is_no_list_of_constants_is_refused(content):
 
 def test_a_fit_is_what_it_was_made_of():
     fit = Fit(4.0, {"ids": 2.0, FIXED: 7.0}, {"ids": 3.0, FIXED: 9.0})
-    took = Constants((fit,)).time(Work({"ids": 10.0, "other": 5.0}, {"ids": 1.0}), 99.0)
-    assert (took.forward, took.backward) == (20.0, 3.0)
+    elapsed = Constants((fit,)).time(Work({"ids": 10.0, "other": 5.0}, {"ids": 1.0}), 99.0)
+    assert (elapsed.forward, elapsed.backward) == (20.0, 3.0)
 
 
 def test_the_best_of_all_sets_of_constants():
@@ -117,12 +117,12 @@ def test_the_best_of_all_sets_of_constants():
     for _ in range(20):
         counts = torch.rand(9, 4, generator=generator, dtype=torch.float64)
         counts[:, 3] = 2 * counts[:, 0] + 1e-3 * counts[:, 1]
-        took = torch.rand(9, generator=generator, dtype=torch.float64) + 0.2
+        elapsed = torch.rand(9, generator=generator, dtype=torch.float64) + 0.2
         names = "abcd"
         found = fit_works(
-            [dict(zip(names, row.tolist(), strict=True)) for row in counts], took.tolist()
+            [dict(zip(names, row.tolist(), strict=True)) for row in counts], elapsed.tolist()
         )
-        columns = torch.cat([counts, torch.ones(9, 1)], dim=1) / took[:, None]
+        columns = torch.cat([counts, torch.ones(9, 1)], dim=1) / elapsed[:, None]
         values = torch.tensor([found[name] for name in (*names, FIXED)], dtype=torch.float64)
         error = float((columns @ values - 1).square().sum())
         errors = []

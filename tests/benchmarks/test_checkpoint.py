@@ -24,16 +24,16 @@ def run(tmp_path, *more):
 def test_a_row_each_time(tmp_path, more):
     """The benchmark itself checks what it loads, and fails where this differs from what it
     saved."""
-    rows, said = run(tmp_path, "--repeat", "2", *more)
+    rows, output = run(tmp_path, "--repeat", "2", *more)
     assert len(rows) == 2
     assert all(float(row["save_s"]) > 0 and float(row["load_s"]) > 0 for row in rows)
-    assert said.count("the digests are equal") == 2
+    assert output.count("the digests are equal") == 2
     assert not list(tmp_path.glob("torchrec_hkv_*"))
 
 
 @pytest.mark.slow
 def test_what_would_not_end_in_time_is_left_out(tmp_path):
-    rows, said = run(tmp_path, "--time-limit", "0.001")
+    rows, output = run(tmp_path, "--time-limit", "0.001")
     assert rows == []
-    assert "disk, " in said
-    assert "the save left out" in said
+    assert "disk, " in output
+    assert "the save left out" in output

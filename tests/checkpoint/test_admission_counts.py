@@ -20,11 +20,11 @@ WHERE = {"cells": {"entries": 1024}, "sketch": {"sketch_bytes": 1 << 14}}
 
 def _ask(model, rank, world_size, device, ids):
     """Looks each id up once over all ranks; only ``lru`` gets ids."""
-    mine = ids[rank::world_size]
+    owned = ids[rank::world_size]
     lengths = torch.zeros(4, dtype=torch.int64)
-    lengths[0] = len(mine)
+    lengths[0] = len(owned)
     keys = ["lru", "lfu", "tt", "stock"]
-    batch = KeyedJaggedTensor(keys=keys, values=mine.to(device), lengths=lengths.to(device))
+    batch = KeyedJaggedTensor(keys=keys, values=owned.to(device), lengths=lengths.to(device))
     model(batch).sum().backward()
     return {key: counts["size"] for key, counts in table_counters(model).items()}
 

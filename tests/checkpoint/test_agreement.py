@@ -28,16 +28,16 @@ def _refused(rank, world_size, device, folder):
     checkpoint.save(folder / "one", model, optimizer)
     checkpoint.save(folder / "two", other, other.fused_optimizer)
     before = model_contents(model, "adam"), evaluate(model, device).tolist(), _tree(folder)
-    mine = "one" if rank == 0 else "two"
+    owned = "one" if rank == 0 else "two"
     is_last = rank == world_size - 1
     rows = [(torch.tensor([7]), torch.ones(1, 12))]
     calls = {
-        "save to other folders": lambda: checkpoint.save(folder / f"new-{mine}", model),
-        "save over others": lambda: checkpoint.save(folder / mine, model),
+        "save to other folders": lambda: checkpoint.save(folder / f"new-{owned}", model),
+        "save over others": lambda: checkpoint.save(folder / owned, model),
         "save an optimizer": lambda: checkpoint.save(
             folder / "one", model, None if is_last else optimizer
         ),
-        "load others": lambda: checkpoint.load(folder / mine, model, optimizer),
+        "load others": lambda: checkpoint.load(folder / owned, model, optimizer),
         "load an optimizer": lambda: checkpoint.load(
             folder / "one", model, optimizer if is_last else None
         ),

@@ -61,14 +61,14 @@ def _both(world_size, device, types, optimizer):
 def _exchange(rank, world_size, device, types, optimizer):
     """Stock to ours, training, ours to stock, training."""
     torch.manual_seed(rank)
-    stock, ours = _both(world_size, device, types, optimizer)
-    assert _described(ours.state_dict()) == _described(stock.state_dict())
-    assert _described(_flat(ours.fused_optimizer.state_dict())) == _described(
+    stock, backend = _both(world_size, device, types, optimizer)
+    assert _described(backend.state_dict()) == _described(stock.state_dict())
+    assert _described(_flat(backend.fused_optimizer.state_dict())) == _described(
         _flat(stock.fused_optimizer.state_dict())
     )
     train_dense(stock, rank, device, range(3))
     steps = iter([range(3, 6), range(6, 9)])
-    for to, source in ((ours, stock), (stock, ours)):
+    for to, source in ((backend, stock), (stock, backend)):
         to.load_state_dict(source.state_dict())
         to.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
         trained = next(steps)
@@ -87,12 +87,12 @@ def test_states_of_stock_tables(run_ranks, optimizer, types, ranks):
 
 def _in_place(rank, world_size, device):
     """As TorchRec's own tests copy states: into the tensors of a state dict."""
-    stock, ours = _both(world_size, device, ("row_wise", "row_wise"), "sgd")
-    states = stock.state_dict(), ours.state_dict()
+    stock, backend = _both(world_size, device, ("row_wise", "row_wise"), "sgd")
+    states = stock.state_dict(), backend.state_dict()
     for key, value in states[0].items():
         for source, to in zip(value.local_shards(), states[1][key].local_shards(), strict=True):
             to.tensor.copy_(source.tensor)
-    outputs = [train_dense(model, rank, device, range(3)) for model in (stock, ours)]
+    outputs = [train_dense(model, rank, device, range(3)) for model in (stock, backend)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
 
@@ -102,21 +102,21 @@ def test_tensors_of_a_state_dict_may_be_written(run_ranks):
 
 def _from_unsharded(rank, world_size, device):
     torch.manual_seed(3)
-    stock, ours = (
+    stock, backend = (
         dense_model(
             world_size, device, kernel, ("row_wise", "table_wise"), *OPTIMIZERS["sgd"], device
         )
         for kernel in ("fused", "hkv")
     )
-    ours.load_state_dict(stock.state_dict())
+    backend.load_state_dict(stock.state_dict())
     generator = torch.Generator().manual_seed(4)
     full = {
         f"{table}.weight": torch.randn(ROWS, 8, generator=generator)
         for table in ("ebc.embedding_bags.t", "ec.embeddings.q")
     }
-    for model in (stock, ours):
+    for model in (stock, backend):
         model.load_state_dict({key: value.clone() for key, value in full.items()})
-    outputs = [model(dense_batch(rank, 0, device)).detach() for model in (stock, ours)]
+    outputs = [model(dense_batch(rank, 0, device)).detach() for model in (stock, backend)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-6, atol=1e-6)
     features = dense_batch(rank, 0, device)
     bag = features["f"].values()[: int(features["f"].lengths()[0])]

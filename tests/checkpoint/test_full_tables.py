@@ -66,10 +66,10 @@ def test_another_number_of_ranks(run_ranks, tmp_path, ranks):
     (message,) = [message for _, messages, _ in results for message in messages]
     for table in ("lru", "lfu"):
         of_table = [key for key in saved if key[0] == table]
-        gone = [key for key in of_table if key not in kept]
-        shown = f"{len(gone)} of {len(of_table)} ("
-        assert (shown in message) == bool(gone)
-        assert (f"table 'ebc.embedding_bags.{table}'" in message) == bool(gone)
+        removed = [key for key in of_table if key not in kept]
+        shown = f"{len(removed)} of {len(of_table)} ("
+        assert (shown in message) == bool(removed)
+        assert (f"table 'ebc.embedding_bags.{table}'" in message) == bool(removed)
     assert lost > 0
 
 
@@ -79,9 +79,9 @@ def test_the_lowest_scores_leave(run_ranks, tmp_path):
     saved, _ = _entries(run_ranks(2, _save, tmp_path / "c", rows))
     results = run_ranks(3, _load, tmp_path / "c", rows)
     kept, _ = _entries([values for *_, values in results])
-    gone = saved.keys() - kept.keys()
-    assert gone
-    for table, id_ in gone:
+    removed = saved.keys() - kept.keys()
+    assert removed
+    for table, id_ in removed:
         owner = int(owner_rank(torch.tensor([id_]), 3))
         beside = [
             rank

@@ -19,7 +19,7 @@ import gc, os, random, signal, sys, traceback
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from tests.support.checkpoint_models import evaluate, held, make_tables, train
+from tests.support.checkpoint_models import evaluate, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 from torchrec_hkv.checkpoint.exchange import exchange
 from torchrec_hkv.hash_table import MinFrequency
@@ -59,7 +59,7 @@ def model_of(version):
     return model
 
 def contents(model):
-    return str((sorted(map(repr, held(model, "adam"))), evaluate(model, device).tolist()))
+    return str((sorted(map(repr, model_contents(model, "adam"))), evaluate(model, device).tolist()))
 
 def save(version, line):
     model = model_of(version)

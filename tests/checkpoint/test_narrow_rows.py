@@ -82,7 +82,7 @@ def _refused(rank, world_size, device, folder):
 def test_another_dtype_is_refused(run_ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     run_ranks(1, _saved, "bf16", folder, False)
-    (said,) = run_ranks(1, _refused, folder)
-    assert "dtype" in said
-    assert "bfloat16" in said
-    assert "float16" in said.replace("bfloat16", "")
+    (message,) = run_ranks(1, _refused, folder)
+    assert "dtype" in message
+    assert "bfloat16" in message
+    assert "float16" in message.replace("bfloat16", "")

@@ -36,14 +36,15 @@ import sys
 from tests.support.toy_backend import ToyBackend, ToyOptions
 from torchrec_hkv import register_backend
 from torchrec_hkv.backends import OptimizerSpec
-from torchrec_hkv.backends.calibration import Batch, CalibrationCase
+from torchrec_hkv.backends.calibration import CalibrationBatch, CalibrationCase
 from torchrec_hkv.cli import main
 
 class Timed(ToyBackend):
     name = "timed"
 
     def calibration_cases(self, device_type):
-        batches = (Batch(8, 1), Batch(64, 1), Batch(256, 1), Batch(64, 4), Batch(64, 4, 4.0))
+        shapes = ((8, 1), (64, 1), (256, 1), (64, 4), (64, 4, 4.0))
+        batches = tuple(CalibrationBatch(*shape) for shape in shapes)
         sizes = {"rows": 300, "capacity": 400, "dim": 4, "batches": batches, "size": 1e4}
         return [
             CalibrationCase(ToyOptions(), optimizer=OptimizerSpec("sgd"), tables=tables, **sizes)

@@ -75,9 +75,9 @@ def test_as_one_batch(device_type, optimizer, sizes, mean, weighted):
         out.backward(grad.to(device_type))
         assert group.optimizer_steps.tolist() == other.optimizer_steps.tolist()
     for table in range(len(SPECS)):
-        ours, expected = rows_by_id(group, table), rows_by_id(other, table)
-        assert ours.keys() == expected.keys()
-        for id_, row in ours.items():
+        actual, expected = rows_by_id(group, table), rows_by_id(other, table)
+        assert actual.keys() == expected.keys()
+        for id_, row in actual.items():
             torch.testing.assert_close(row, expected[id_], rtol=1e-5, atol=1e-6)
 
 

@@ -50,5 +50,5 @@ def test_both_ways_give_the_same_bits(dims, pooling, dtype):
         pooled_step(group, before, offsets, BATCH, torch.zeros_like(grad), None, mean)
     for group in groups:
         pooled_step(group, ids, offsets, BATCH, grad, weights, mean)
-    for mine, other in zip(*(contents(group, len(dims)) for group in groups), strict=True):
-        assert torch.equal(mine, other)  # zero gradients changed nothing
+    for actual, other in zip(*(contents(group, len(dims)) for group in groups), strict=True):
+        assert torch.equal(actual, other)  # zero gradients changed nothing

@@ -42,10 +42,10 @@ class Model:
             assert ids[0] not in there
             del self.entries[ids[0]]
             return
-        (gone,) = self.entries.keys() - there
-        assert before[gone] == lowest
+        (removed,) = self.entries.keys() - there
+        assert before[removed] == lowest
         self.evicted += 1
-        del self.entries[gone]
+        del self.entries[removed]
 
     def rank(self, id_: int) -> tuple[int, int]:
         count, step = self.entries[id_]

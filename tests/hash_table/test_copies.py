@@ -53,13 +53,13 @@ def test_the_copy_goes_on_alike(device_type, policy, initial_capacity):
     table.epoch = 3
     for part in ids[:1500].repeat_interleave(2).split(400):
         insert(table, part)
-    made = copy.deepcopy(table)
-    assert type(made) is HashTable
-    assert everything(made) == everything(table)
+    copied = copy.deepcopy(table)
+    assert type(copied) is HashTable
+    assert everything(copied) == everything(table)
     for part in torch.cat([ids, ids[:900]]).repeat_interleave(2).split(700):
-        for each in (table, made):
+        for each in (table, copied):
             insert(each, part)
-        assert everything(made) == everything(table)
+        assert everything(copied) == everything(table)
     # Under other policies, new ids rank lower and are refused.
     if policy in ("lru", "epoch_lru", "customized"):
         assert table.counters()["evicted"] > 0
@@ -71,12 +71,12 @@ def test_the_copy_is_its_own(device_type):
     ids = distinct_ids(50, device_type)
     table.insert_or_assign(ids, random_rows(table, 50))
     before = contents(table)
-    made = copy.deepcopy({"a": table, "b": [table]})
-    assert made["a"] is made["b"][0]
-    made["a"].clear()
+    copied = copy.deepcopy({"a": table, "b": [table]})
+    assert copied["a"] is copied["b"][0]
+    copied["a"].clear()
     assert contents(table) == before
     table.clear()
-    made["a"].insert_or_assign(ids[:1], random_rows(table, 1))
+    copied["a"].insert_or_assign(ids[:1], random_rows(table, 1))
     assert table.size == 0
 
 
@@ -103,17 +103,17 @@ def test_a_group(device_type):
 
     for seed in range(4):
         step(group, seed)
-    made = copy.deepcopy(group)
+    copied = copy.deepcopy(group)
     for seed in range(4, 8):
-        for of in (group, made):
+        for of in (group, copied):
             step(of, seed)
     for table in range(2):
-        ours, theirs = group.export_table(table), made.export_table(table)
+        actual, expected = group.export_table(table), copied.export_table(table)
         for name in ("occupied", "ids", "rows", "states", "last_steps", "scores"):
-            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-        assert torch.equal(ours.optimizer_step, theirs.optimizer_step)
-    assert made.counters() == group.counters()
-    assert made.clock == group.clock
+            assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+        assert torch.equal(actual.optimizer_step, expected.optimizer_step)
+    assert copied.counters() == group.counters()
+    assert copied.clock == group.clock
 
 
 def test_held_gradients_are_refused(device_type):

@@ -97,8 +97,8 @@ def test_same_bits(kind, dims, optimizer, pooling):
             for step, group in zip((train, train_by_ops), groups, strict=True)
         ]
         assert torch.equal(*outs)
-    for mine, other in zip(*map(entries, groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(actual, other)
     assert groups[0].optimizer_steps.tolist() == groups[1].optimizer_steps.tolist() == [3, 3]
 
 
@@ -120,8 +120,8 @@ def test_two_backwards_of_one_forward(kind):
     where = (bags.ids, bags.offsets, None, slots, BATCH, False, rate(0.1, groups[1]))
     for grad in grads:
         ops.update_rows(groups[1].counter_tensor, groups[1].handle, grad, *where)
-    for mine, other in zip(*map(entries, groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {"eviction": "lfu"}], ids=str)
@@ -133,8 +133,8 @@ def test_what_a_lookup_notes(options):
         steps = zip((train, train_by_ops), groups, strict=True)
         outs = [step(group, bags, grad) for step, group in steps]
         assert torch.equal(*outs)
-    for mine, other in zip(*map(entries, groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("change", ["written to", "others", "another lookup between"])
@@ -162,8 +162,8 @@ def test_slots_that_are_not_what_was_noted(change):
     out.backward(grad)
     update = (*where[1], rate(0.1, groups[1]))
     ops.update_rows(groups[1].counter_tensor, groups[1].handle, grad, *update)
-    for mine, other in zip(*map(entries, groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(actual, other)
 
 
 def test_a_graph_of_the_backward_alone():
@@ -193,8 +193,8 @@ def test_a_graph_of_the_backward_alone():
         other = Bags(bags.ids[:n], offsets, BATCH)
         train_by_ops(groups[1], other, grad)
     torch.cuda.synchronize()
-    for mine, other in zip(*map(entries, groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(actual, other)
 
 
 def test_a_table_that_grows_before_the_backward():
@@ -210,8 +210,8 @@ def test_a_table_that_grows_before_the_backward():
         slots_of(group, second)
         assert (group.present_slots(0) > before) == (group is groups[0])
         out.backward(grad)
-    for mine, other in zip(*map(entries, groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*map(entries, groups), strict=True):
+        assert torch.equal(actual, other)
 
 
 def test_bad_offsets_are_refused_by_a_backward_long_after():

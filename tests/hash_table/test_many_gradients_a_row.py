@@ -37,6 +37,6 @@ def test_rows(optimizer, dtype, gradients, dim):
     bags = Bags(torch.randint(rows, (POSITIONS,)), offsets, len(offsets) - 1)
     grad = torch.randn(bags.batch_size, dim)
     spec = TableSpec("t", 2 * rows, dim, initializer=Uniform(-1, 1), dtype=dtype)
-    mine, other = (trained(spec, optimizer, bags, grad, device) for device in ("cuda", "cpu"))
+    actual, other = (trained(spec, optimizer, bags, grad, device) for device in ("cuda", "cpu"))
     close = 1e-4 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(mine, other, rtol=close, atol=close)
+    torch.testing.assert_close(actual, other, rtol=close, atol=close)

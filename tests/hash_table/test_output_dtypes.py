@@ -96,28 +96,28 @@ def test_held_gradients(device_type, dtype):
     """Held gradients of several backwards, one in float32 and one with other numbers of bags, are
     applied as one batch."""
     dims = (8, 64)
-    ours, theirs = (make(dims, SGD(), device_type) for _ in range(2))
+    actual, expected = (make(dims, SGD(), device_type) for _ in range(2))
     pool = random_ids(30)
     batches = [Bags.random(3, 10, pool).to(device_type) for _ in range(3)]
     numbers = [12, 0, 18]
-    with ours.accumulate():
-        first = look_up(ours, batches[0], None, False, dtype)
-        second = look_up(ours, batches[1], None, False, dtype, numbers)
-    before = [rows_by_id(ours, table) for table in range(2)]
+    with actual.accumulate():
+        first = look_up(actual, batches[0], None, False, dtype)
+        second = look_up(actual, batches[1], None, False, dtype, numbers)
+    before = [rows_by_id(actual, table) for table in range(2)]
     grads = [torch.randn_like(out.detach()) for out in (first, second)]
     first.backward(grads[0])
     second.backward(grads[1])
     for table in range(2):
-        now = rows_by_id(ours, table)
+        now = rows_by_id(actual, table)
         assert all(torch.equal(now[id_], row) for id_, row in before[table].items())
-    third = look_up(ours, batches[2], None, False, None)
+    third = look_up(actual, batches[2], None, False, None)
     grads.append(torch.randn_like(third.detach()))
     third.backward(grads[2])
     # SGD is linear: one step for each batch gives the same.
     for bags, grad, each in zip(batches, grads, (None, numbers, None), strict=True):
-        look_up(theirs, bags, None, False, None, each).backward(grad.float())
+        look_up(expected, bags, None, False, None, each).backward(grad.float())
     for table in range(2):
-        got, wanted = rows_by_id(ours, table), rows_by_id(theirs, table)
+        got, wanted = rows_by_id(actual, table), rows_by_id(expected, table)
         assert got.keys() == wanted.keys()
         for id_, row in wanted.items():
             torch.testing.assert_close(got[id_], row, rtol=1e-5, atol=1e-5)

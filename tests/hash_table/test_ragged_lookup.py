@@ -59,20 +59,20 @@ def test_against_embedding_bag(device_type, dims, bags, mean):
 def test_the_same_as_bags_of_equal_number(device_type, optimizer):
     """Equals a lookup without ``bags`` bit for bit, over several steps."""
     dims, number = (8, 64, 12), 30
-    ours, specs, features = make_groups(dims, OPTIMIZERS[optimizer], device_type)
-    theirs, _, _ = make_groups(dims, OPTIMIZERS[optimizer], device_type)
+    actual, specs, features = make_groups(dims, OPTIMIZERS[optimizer], device_type)
+    expected, _, _ = make_groups(dims, OPTIMIZERS[optimizer], device_type)
     columns = [specs[table].dim for table in features]
     for _ in range(4):
         batch = RaggedBatch([number] * len(features), random_ids(50), device_type)
-        flat = look_up(ours, batch.ids, batch.offsets, batch.weights, True, batch.bags)
-        matrix = look_up(theirs, batch.ids, batch.offsets, batch.weights, True, None, number)
+        flat = look_up(actual, batch.ids, batch.offsets, batch.weights, True, batch.bags)
+        matrix = look_up(expected, batch.ids, batch.offsets, batch.weights, True, None, number)
         parts = [part.flatten() for part in matrix.split(columns, dim=1)]
         assert torch.equal(flat, torch.cat(parts))
         grad = torch.randn_like(matrix)
         matrix.backward(grad)
         flat.backward(torch.cat([part.flatten() for part in grad.split(columns, dim=1)]))
     for table in range(len(dims)):
-        got, wanted = rows_by_id(ours, table), rows_by_id(theirs, table)
+        got, wanted = rows_by_id(actual, table), rows_by_id(expected, table)
         assert got.keys() == wanted.keys()
         # On a GPU ids may be in other slots, which changes the order of sums.
         for id_, row in wanted.items():
@@ -171,7 +171,7 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
     """There are more features than one launch's arguments can describe."""
     features = 150
     spec = TableSpec("t", 4000, 8, initializer=Uniform(-1, 1))
-    ours, theirs = (TableGroup([spec], [0] * features, SGD(), "cuda") for _ in range(2))
+    actual, expected = (TableGroup([spec], [0] * features, SGD(), "cuda") for _ in range(2))
     bags = [(7 * index) % 5 for index in range(features)]
     pool = random_ids(800)
     batches = [RaggedBatch(bags, pool, "cuda") for _ in range(6)]
@@ -196,24 +196,24 @@ def test_a_warm_step_waits_for_nothing_and_is_captured(dtype):
     with torch.cuda.stream(side):
         for batch in batches[:2]:
             fill(batch)
-            step(ours, static.ids, static.offsets)
-            step(theirs, static.ids, static.offsets)
+            step(actual, static.ids, static.offsets)
+            step(expected, static.ids, static.offsets)
         fill(batches[2])
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step(ours, static.ids, static.offsets)
+            step(actual, static.ids, static.offsets)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        step(theirs, static.ids, static.offsets)
+        step(expected, static.ids, static.offsets)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step(ours, static.ids, static.offsets)
+        out = step(actual, static.ids, static.offsets)
     for batch in batches[3:]:
         fill(batch)
         graph.replay()
-        assert torch.equal(out, step(theirs, static.ids, static.offsets))
+        assert torch.equal(out, step(expected, static.ids, static.offsets))
     torch.cuda.synchronize()
-    got, wanted = rows_by_id(ours), rows_by_id(theirs)
+    got, wanted = rows_by_id(actual), rows_by_id(expected)
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[id_], row) for id_, row in wanted.items())

@@ -93,11 +93,11 @@ class _Followed:
         ]
         assert slots == sorted(expected)
         assert list(zip(*values, strict=True)) == [expected[slot] for slot in slots]
-        gone = {slot: id_ for slot, id_ in before.items() if now.get(slot) != id_}
+        removed = {slot: id_ for slot, id_ in before.items() if now.get(slot) != id_}
         gone_slots = torch.cat([part.vacated_slots for part in found]).tolist()
         gone_ids = torch.cat([part.previous_ids for part in found]).tolist()
-        assert gone_slots == sorted(gone)
-        assert gone_ids == [gone[slot] for slot in gone_slots]
+        assert gone_slots == sorted(removed)
+        assert gone_ids == [removed[slot] for slot in gone_slots]
         assert self.snapshot.entries == len(now)
         self.before, self.touched, self.noted = now, set(), set()
         self.since = self.group.first_open_step

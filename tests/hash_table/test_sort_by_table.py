@@ -103,5 +103,5 @@ def compare(capacity, kind, optimizer, weighted, mean, dim=DIM):
         grad = torch.randn(BATCH, (TABLES + 1) * dim, device="cuda")
         outs = [step(group, ids, lengths, weights, mean, grad) for group in groups]
         assert torch.equal(outs[0], outs[1][:, : TABLES * dim])
-    for mine, other in zip(*(rows_of(group) for group in groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*(rows_of(group) for group in groups), strict=True):
+        assert torch.equal(actual, other)

@@ -114,8 +114,8 @@ def test_order_of_updates_changes_no_bit(device_type, kind, optimizer, pooling):
         step(group, draw(before, lengths, device), lengths, None, torch.zeros_like(grad))
     for group in groups:
         step(group, ids, lengths, weights, grad, mean)
-    for mine, other in zip(*(rows_of(group, device) for group in groups), strict=True):
-        assert torch.equal(mine, other)  # zero gradients changed nothing
+    for actual, other in zip(*(rows_of(group, device) for group in groups), strict=True):
+        assert torch.equal(actual, other)  # zero gradients changed nothing
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
@@ -134,8 +134,8 @@ def test_batches_after_one_of_which_a_part_was_sorted(device_type, kind, optimiz
             step(group, drawn, lengths, None, torch.zeros_like(grad))
     for group in groups:
         step(group, ids, lengths, None, grad)
-    for mine, other in zip(*(rows_of(group, device) for group in groups), strict=True):
-        assert torch.equal(mine, other)
+    for actual, other in zip(*(rows_of(group, device) for group in groups), strict=True):
+        assert torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("kind", ["few repeated", "pairs", "runs", "repeated", "one id"])

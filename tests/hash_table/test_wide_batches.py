@@ -83,8 +83,8 @@ def compare(dims, optimizer, *, hot=True, features=None, dtype=torch.float32, we
             entries.append(
                 [part[state.occupied][order].float().cpu() for part in (state.rows, state.states)]
             )
-        for mine, other in zip(*entries, strict=True):
-            torch.testing.assert_close(mine, other, **close)
+        for actual, other in zip(*entries, strict=True):
+            torch.testing.assert_close(actual, other, **close)
 
 
 @pytest.mark.parametrize("hot", [False, True])

@@ -60,10 +60,10 @@ def test_several_tables_of_other_sizes(room, device_type):
     for each in optimizers:
         each.step()
     for table in range(3):
-        ours = module_rows(tables)[table].cpu() - before[0][table]
-        theirs = rows_of(alone[table], IDS) - before[1][table]
-        assert theirs.abs().max() > 0.01
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        actual = module_rows(tables)[table].cpu() - before[0][table]
+        expected = rows_of(alone[table], IDS) - before[1][table]
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def module_rows(tables):

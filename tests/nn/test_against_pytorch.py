@@ -53,17 +53,17 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_rows_equal_those_of_a_sparse_embedding(case, device_type):
     make_ours, make_theirs = CASES[case]
-    ours = make_embedding(DIM, device=device_type)
-    theirs = torch.nn.Embedding(IDS, DIM, sparse=True, device=device_type)
-    theirs.weight.data.copy_(rows_of(ours, device_type))
-    before = theirs.weight.detach().cpu().clone()
-    our_optimizer, their_optimizer = make_ours(ours), make_theirs(theirs.parameters())
+    actual = make_embedding(DIM, device=device_type)
+    dense = torch.nn.Embedding(IDS, DIM, sparse=True, device=device_type)
+    dense.weight.data.copy_(rows_of(actual, device_type))
+    before = dense.weight.detach().cpu().clone()
+    our_optimizer, their_optimizer = make_ours(actual), make_theirs(dense.parameters())
     for ids, grads in batches(device_type):
-        stepped(ours, our_optimizer, ids, grads)
-        stepped(theirs, their_optimizer, ids, grads)
-    expected = theirs.weight.detach().cpu()
+        stepped(actual, our_optimizer, ids, grads)
+        stepped(dense, their_optimizer, ids, grads)
+    expected = dense.weight.detach().cpu()
     assert (expected - before).abs().max() > 0.1
-    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows_of(actual, device_type), expected, rtol=0, atol=1e-6)
 
 
 REGULARISED = {
@@ -86,31 +86,33 @@ REGULARISED = {
 def test_rows_equal_those_of_parameters_of_their_own(case, device_type):
     """A row without a gradient does not change and counts no step, like a parameter of its own."""
     make_ours, make_theirs = REGULARISED[case]
-    ours = make_embedding(DIM, device=device_type)
-    rows = [torch.nn.Parameter(row.clone()) for row in rows_of(ours, device_type).to(device_type)]
-    our_optimizer, their_optimizer = make_ours(ours), make_theirs(rows)
+    embedding = make_embedding(DIM, device=device_type)
+    rows = [
+        torch.nn.Parameter(row.clone()) for row in rows_of(embedding, device_type).to(device_type)
+    ]
+    our_optimizer, their_optimizer = make_ours(embedding), make_theirs(rows)
 
     def lookup(ids):
         there, where = ids.unique(return_inverse=True)
         return torch.stack([rows[id] for id in there.tolist()])[where]
 
     for ids, grads in batches(device_type):
-        stepped(ours, our_optimizer, ids, grads)
+        stepped(embedding, our_optimizer, ids, grads)
         stepped(lookup, their_optimizer, ids, grads)
     expected = torch.stack([row.detach().cpu() for row in rows])
-    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows_of(embedding, device_type), expected, rtol=0, atol=1e-6)
 
 
 def test_built_in_sgd_takes_the_modules_rate_and_decay(device_type):
-    ours = make_embedding(DIM, device=device_type, learning_rate=0.3, weight_decay=0.1)
-    rows = rows_of(ours, device_type)
+    embedding = make_embedding(DIM, device=device_type, learning_rate=0.3, weight_decay=0.1)
+    rows = rows_of(embedding, device_type)
     ids = torch.tensor([3, 5, 3], device=device_type)
-    ours(ids).sum().backward()
-    ours.apply_gradients()
+    embedding(ids).sum().backward()
+    embedding.apply_gradients()
     expected = rows.clone()
     for id, count in ((3, 2), (5, 1)):
         expected[id] -= 0.3 * (count + 0.1 * rows[id])
-    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows_of(embedding, device_type), expected, rtol=0, atol=1e-6)
 
 
 def test_groups_have_learning_rates_of_their_own(device_type):
@@ -127,20 +129,20 @@ def test_groups_have_learning_rates_of_their_own(device_type):
 
 def test_adam_decays_weights_as_that_of_a_dense_embedding(device_type):
     """If every id has a gradient in every step, both decay alike."""
-    ours = make_embedding(DIM, device=device_type)
-    theirs = torch.nn.Embedding(IDS, DIM, device=device_type)
-    theirs.weight.data.copy_(rows_of(ours, device_type))
-    before = theirs.weight.detach().cpu().clone()
-    our_optimizer = HKVAdamOptimizer(ours, lr=0.02, weight_decay=0.1)
-    their_optimizer = torch.optim.Adam(theirs.parameters(), lr=0.02, weight_decay=0.1)
+    actual = make_embedding(DIM, device=device_type)
+    dense = torch.nn.Embedding(IDS, DIM, device=device_type)
+    dense.weight.data.copy_(rows_of(actual, device_type))
+    before = dense.weight.detach().cpu().clone()
+    our_optimizer = HKVAdamOptimizer(actual, lr=0.02, weight_decay=0.1)
+    their_optimizer = torch.optim.Adam(dense.parameters(), lr=0.02, weight_decay=0.1)
     ids = torch.arange(IDS, device=device_type)
     generator = torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         grads = (8 * torch.randn(IDS, DIM, generator=generator)).round().to(device_type) / 8
-        for module, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
+        for module, optimizer in ((actual, our_optimizer), (dense, their_optimizer)):
             optimizer.zero_grad()
             (module(ids) * grads).sum().backward()
             optimizer.step()
-    expected = theirs.weight.detach().cpu()
+    expected = dense.weight.detach().cpu()
     assert (expected - before).abs().max() > 0.1
-    torch.testing.assert_close(rows_of(ours, device_type), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(rows_of(actual, device_type), expected, rtol=0, atol=1e-6)

@@ -84,8 +84,8 @@ def test_who_leaves(device_type, eviction):
     module = _filled(device_type, eviction)
     assert set(held(module)) == set(range(64))
     look_up(module, [1000], scores_of(eviction, [1000]))
-    (gone,) = set(range(64)) - set(held(module))
-    assert _leaves(eviction, gone)
+    (removed,) = set(range(64)) - set(held(module))
+    assert _leaves(eviction, removed)
     assert 1000 in held(module)
 
 

@@ -57,11 +57,11 @@ def test_loading_rows_keeps_optimizer_states_of_ids_that_stay(device_type):
     embedding.load_state_dict(embedding.state_dict())
     after = optimizer.state_dict()["state"][0]["0"]
     assert before["states"].abs().max() > 0
-    for ours, theirs in ((after, before),):
-        order, other = ours["ids"].argsort(), theirs["ids"].argsort()
-        assert torch.equal(ours["ids"][order], theirs["ids"][other])
-        assert torch.equal(ours["states"][order], theirs["states"][other])
-        assert torch.equal(ours["step"], theirs["step"])
+    for actual, expected in ((after, before),):
+        order, other = actual["ids"].argsort(), expected["ids"].argsort()
+        assert torch.equal(actual["ids"][order], expected["ids"][other])
+        assert torch.equal(actual["states"][order], expected["states"][other])
+        assert torch.equal(actual["step"], expected["step"])
 
 
 def test_an_optimizers_state_needs_the_rows_first(device_type):

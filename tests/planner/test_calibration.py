@@ -36,18 +36,18 @@ def _times(**kwargs):
 
 
 def test_what_is_written_is_read(tmp_path):
-    made = calibration(hkv=0.1, fused=0.2)
+    calibrated = calibration(hkv=0.1, fused=0.2)
     path = tmp_path / "deep" / "constants.json"
-    made.save(path)
-    made.save(path)
-    assert Calibration.load(path) == made
+    calibrated.save(path)
+    calibrated.save(path)
+    assert Calibration.load(path) == calibrated
     assert [entry.name for entry in path.parent.iterdir()] == ["constants.json"]
 
 
 def test_the_planner_takes_a_calibration_or_its_file(tmp_path):
-    made = calibration(hkv=0.1)
-    made.save(tmp_path / "c.json")
-    for given in (made, tmp_path / "c.json", str(tmp_path / "c.json")):
+    calibrated = calibration(hkv=0.1)
+    calibrated.save(tmp_path / "c.json")
+    for given in (calibrated, tmp_path / "c.json", str(tmp_path / "c.json")):
         times, group = _times(calibration=given)
         assert (times.fwd_compute, times.bwd_compute) == (pytest.approx(3.0), pytest.approx(3.0))
         assert (group.forward, group.backward) == (0.25, 0.5)
@@ -140,10 +140,10 @@ def test_so_is_a_missing_one(tmp_path):
 
 def test_parts_of_a_step_are_those_of_the_nearest_number_of_ranks(tmp_path):
     parts = {ranks: {"input_dist": {"fixed": float(ranks)}} for ranks in (1, 4)}
-    made = dataclasses.replace(calibration(hkv=0.1), stages=parts)
-    made.save(tmp_path / "c.json")
+    calibrated = dataclasses.replace(calibration(hkv=0.1), stages=parts)
+    calibrated.save(tmp_path / "c.json")
     read = Calibration.load(tmp_path / "c.json")
-    assert read == made
+    assert read == calibrated
     assert [read.stages_of(ranks) for ranks in (1, 3, 64)] == [parts[1], parts[4], parts[4]]
     assert calibration(hkv=0.1).stages_of(2) == {}
 
@@ -156,5 +156,5 @@ def test_unknown_kernels_are_refused():
 
 
 def test_constants_are_of_the_device_they_say():
-    made = calibration(hkv=0.1)
-    assert dataclasses.replace(made, threads=2) != made
+    calibrated = calibration(hkv=0.1)
+    assert dataclasses.replace(calibrated, threads=2) != calibrated

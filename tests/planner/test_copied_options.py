@@ -40,23 +40,23 @@ def test_copies_equal_those_of_torchrec(options):
     for option in options:
         for rank, shard in enumerate(option.shards):
             shard.rank = rank % 4
-        made, stock = copy.deepcopy(option), ShardingOption.__deepcopy__(option, {})
-        assert type(made) is type(option)
-        assert _shards(made) == _shards(stock)
-        assert hash(made) == hash(option)
+        copied, stock = copy.deepcopy(option), ShardingOption.__deepcopy__(option, {})
+        assert type(copied) is type(option)
+        assert _shards(copied) == _shards(stock)
+        assert hash(copied) == hash(option)
         left_out = {"origin", "table_shards"}  # another process does not need these
-        assert set(vars(made)) - left_out == set(vars(stock)) - left_out
-        assert (made.tensor, made.module) == (option.tensor, option.module)
+        assert set(vars(copied)) - left_out == set(vars(stock)) - left_out
+        assert (copied.tensor, copied.module) == (option.tensor, option.module)
 
 
 def test_changes_of_copies_do_not_reach_the_original(options):
     for option in options:
         before = copy.deepcopy(_shards(option))
-        made = copy.deepcopy(option)
-        for shard in made.shards:
+        copied = copy.deepcopy(option)
+        for shard in copied.shards:
             shard.rank = 7
             shard.storage.hbm += 1
             shard.perf.fwd_compute += 1
-        made.input_lengths.append(1.0)
+        copied.input_lengths.append(1.0)
         assert _shards(option) == before
-        assert made.input_lengths != option.input_lengths
+        assert copied.input_lengths != option.input_lengths

@@ -60,8 +60,8 @@ def _calibration(name, device_type, seed):
             work = backend.work(shard, case.optimizer, load, device_type)
             true = _step(work, case.tables)
             off = (0.95 + 0.1 * torch.rand(2, generator=generator)).tolist()
-            took = StepTime(true.forward * off[0], true.backward * off[1])
-            samples.append(TimedStep(work.times(case.tables), took, case.size))
+            elapsed = StepTime(true.forward * off[0], true.backward * off[1])
+            samples.append(TimedStep(work.times(case.tables), elapsed, case.size))
     constants = {name: fit_constants(samples)}
     return Calibration(device_type, "made up", 1, {}, constants)
 
@@ -94,11 +94,11 @@ def test_other_tables_and_batches(name, device_type, dim):
             )
             model = EmbeddingBagCollection(configs, device=torch.device("meta"))
             report = planner.plan(model, get_default_sharders()).plan[""]
-            said = report.step_times(0)
+            predicted = report.step_times(0)
             shard = table_shard(rows, dim, constraint.options or registry.get(name).options_type())
             ids = batch * bag
             load = Workload(ids, _distinct(ids, rows), batch)
             # TorchRec's default optimizer is SGD.
             true = _step(registry.get(name).work(shard, None, load, device_type), tables)
-            assert said["forward"] == pytest.approx(true.forward, rel=0.05)
-            assert said["backward"] == pytest.approx(true.backward, rel=0.05)
+            assert predicted["forward"] == pytest.approx(true.forward, rel=0.05)
+            assert predicted["backward"] == pytest.approx(true.backward, rel=0.05)

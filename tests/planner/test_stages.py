@@ -40,9 +40,9 @@ def test_parts_of_a_step(device_type):
         parts = {"fixed", "feature", "bag", "id"} if "input_dist" in stage else {"fixed", "feature"}
         assert set(costs) == parts
     for name in INPUT_DISTS.values():
-        took = _parts(times, name)
-        assert tuple(took) == STAGES
-        assert all(0 < part < 1000 for part in took.values())
+        measured = _parts(times, name)
+        assert tuple(measured) == STAGES
+        assert all(0 < part < 1000 for part in measured.values())
 
 
 def _between_ranks(rank, world_size, device):
@@ -60,9 +60,12 @@ def test_ranks_time_their_exchange(run_ranks):
     for times, exchange in (first[2], second[2]):
         assert 1e3 < exchange < 1e10
         for name in INPUT_DISTS.values():
-            took = _parts(times, name, 1, 8, 8)
-            assert min(took.values()) > 0
-            assert {**took, "input_dist": 0.0} == {**_parts(times, STAGES[0], 1), "input_dist": 0.0}
+            measured = _parts(times, name, 1, 8, 8)
+            assert min(measured.values()) > 0
+            assert {**measured, "input_dist": 0.0} == {
+                **_parts(times, STAGES[0], 1),
+                "input_dist": 0.0,
+            }
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -90,11 +93,11 @@ def test_exchanges_of_other_shapes_than_those_that_were_timed(ranks, by_table, t
         for features, bags, length in ((4, 8192, 1), (4, 8192, 8), (1, 512, 100), (6, 2048, 20)):
             counts = {"features": features, "bags": features * bags}
             exchange = IdExchange("input_dist", **counts, ids=features * bags * length)
-            took, wanted = (
+            elapsed, wanted = (
                 step_parts({"input_dist": costs}, features, [exchange])["input_dist"]
                 for costs in (found, true)
             )
-            assert took == pytest.approx(wanted, rel=0.1)
+            assert elapsed == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,18 @@ def test_tables_and_buffers(planned_for, backend, sharding_type):
         topology=topology(2, torch.device(planned_for)), constraints={"t": constraint}
     )
     options = planner._enumerator.enumerate(model, get_default_sharders())
-    (ours,) = [option for option in options if is_backend_option(option)]
+    (backend_option,) = [option for option in options if is_backend_option(option)]
     (stock,) = [option for option in options if option.compute_kernel == "fused"]
-    shards = shards_of(ours)
-    for mine, theirs, counted, shard in zip(
-        ours.shards, stock.shards, stock_table_bytes(stock), shards, strict=True
+    shards = shards_of(backend_option)
+    for mine, expected, counted, shard in zip(
+        backend_option.shards, stock.shards, stock_table_bytes(stock), shards, strict=True
     ):
         taken = backends.get(backend).storage(
             shard, OptimizerSpec("rowwise_adagrad", 1e-6), planned_for
         )
         # Stock: rows and optimizer state, and buffers, all in one memory.
         is_cpu = planned_for == "cpu"
-        buffers = (theirs.storage.ddr if is_cpu else theirs.storage.hbm) - counted
+        buffers = (expected.storage.ddr if is_cpu else expected.storage.hbm) - counted
         assert counted == shard.capacity * 16 * 4 + shard.capacity * 4
         assert mine.storage.hbm == taken.hbm + (0 if is_cpu else buffers)
         assert mine.storage.ddr == taken.host + (buffers if is_cpu else 0)
@@ -63,9 +63,9 @@ def _counted(backend, optimizer, fused_params):
     )
     sharders = [BackendEmbeddingBagCollectionSharder(fused_params)]
     options = planner._enumerator.enumerate(make_model([table], optimizer), sharders)
-    (ours,) = [option for option in options if is_backend_option(option)]
+    (backend_option,) = [option for option in options if is_backend_option(option)]
     (stock,) = [option for option in options if option.compute_kernel == "fused"]
-    return ours.shards[0].storage.ddr, stock_table_bytes(stock)
+    return backend_option.shards[0].storage.ddr, stock_table_bytes(stock)
 
 
 @pytest.mark.parametrize("fused_params", [None, {"learning_rate": 0.1}])

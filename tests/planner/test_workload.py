@@ -64,19 +64,19 @@ def test_of_each_sharding_type(run_ranks, sharding_type, has_frequencies):
     )
     options = planner._enumerator.enumerate(_model(), get_default_sharders())
     (option,) = [option for option in options if is_backend_option(option)]
-    said = shard_workload(option, ranks, constraint, frequencies)
+    predicted = shard_workload(option, ranks, constraint, frequencies)
     reached = [one for one in run_ranks(2, _reached, sharding_type) if one[0] > 0]
     assert len(reached) == len(option.shards)
     for shard, (_, _, values) in zip(option.shards, reached, strict=True):
-        assert said.bags * shard.size[1] == values
+        assert predicted.bags * shard.size[1] == values
     # A frequent id goes to one rank: ranks are alike on average only.
     ids, distinct, _ = (sum(counts) / len(reached) for counts in zip(*reached, strict=True))
-    assert said.ids == pytest.approx(ids)
+    assert predicted.ids == pytest.approx(ids)
     if has_frequencies:
-        assert said.distinct == pytest.approx(distinct, rel=0.03)
+        assert predicted.distinct == pytest.approx(distinct, rel=0.03)
     else:
         # Ids are skewed, but the planner does not know it.
-        assert said.distinct > 1.1 * distinct
+        assert predicted.distinct > 1.1 * distinct
 
 
 def test_one_feature_said_for_all():
@@ -87,5 +87,5 @@ def test_one_feature_said_for_all():
     )
     options = planner._enumerator.enumerate(_model(), get_default_sharders())
     (option,) = [option for option in options if is_backend_option(option)]
-    said = shard_workload(option, ranks, constraint, None)
-    assert (said.ids, said.bags) == (2 * 2 * BATCH, 2 * 2 * BATCH)
+    predicted = shard_workload(option, ranks, constraint, None)
+    assert (predicted.ids, predicted.bags) == (2 * 2 * BATCH, 2 * 2 * BATCH)

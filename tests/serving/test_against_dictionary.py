@@ -148,18 +148,18 @@ def test_many_ids(row_format, tmp_path: Path):
         builder = TableBuilder(5, row_format, tmp_path, memory)
         for part in torch.randperm(ids.numel(), generator=generator).split(9999):
             builder.add(ids[part], rows[part])
-        made = builder.finish(tmp_path / f"{memory}.table")
-        made.verify(tmp_path)
-        assert made.entries == ids.numel()
-        assert made.blocks > 1
-        assert made.index_bytes <= 10 * ids.numel()
-        files.append(made)
+        table_file = builder.finish(tmp_path / f"{memory}.table")
+        table_file.verify(tmp_path)
+        assert table_file.entries == ids.numel()
+        assert table_file.blocks > 1
+        assert table_file.index_bytes <= 10 * ids.numel()
+        files.append(table_file)
     assert not list(tmp_path.glob(".parts-*"))
-    for made in files:
-        index, held = made.map(tmp_path)
-        tables = ReadOnlyTables([ReadOnlyTable("t", 5, row_format, index, held, made.unit)])
-        stored = row_formats.to_bytes(rows, row_format, made.unit)
-        want = row_formats.from_bytes(stored, row_format, 5, made.unit)
+    for table_file in files:
+        index, held = table_file.map(tmp_path)
+        tables = ReadOnlyTables([ReadOnlyTable("t", 5, row_format, index, held, table_file.unit)])
+        stored = row_formats.to_bytes(rows, row_format, table_file.unit)
+        want = row_formats.from_bytes(stored, row_format, 5, table_file.unit)
         assert torch.equal(tables.rows(0, ids), want)
         assert torch.equal(tables.rows(0, ids ^ 1), torch.zeros_like(want))  # but by a rare chance
         assert tables.counters.tolist() == [[2 * ids.numel(), ids.numel()]]

@@ -23,11 +23,11 @@ from torchrec_hkv import checkpoint, serving
 #: Runs where no process group was made, and no model was sharded.
 EXPORT = """
 import sys, torch
-from tests.support.served_models import ServedModel, batch_of
+from tests.support.served_models import ServedModel, random_batch
 from torchrec_hkv import serving
 with torch.device("meta"):
     model = ServedModel()
-serving.export(model, sys.argv[2], inputs=batch_of(0), checkpoint=sys.argv[1])
+serving.export(model, sys.argv[2], inputs=random_batch(0), checkpoint=sys.argv[1])
 assert not torch.distributed.is_initialized()
 """
 

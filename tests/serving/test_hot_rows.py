@@ -15,7 +15,7 @@ from torchrec_hkv import serving
 from torchrec_hkv.serving.placement import Placement, carried_counts, numbered_ids, shares
 from torchrec_hkv.serving.row_formats import from_bytes, to_bytes
 from torchrec_hkv.serving.table_file import build_layer
-from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables
+from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables, ServingHotRows
 
 OPS = torch.ops.torchrec_hkv
 IDS = torch.arange(70)
@@ -99,7 +99,7 @@ def test_carried_counts():
     before = a_table(torch.arange(900))
     counts = drawn(900, 50, 1)
     words = OPS.serving_choose_hot(counts, None, 90)
-    hot = HotRows(words, torch.empty(90, 8, dtype=torch.uint8), counts)
+    hot = ServingHotRows(words, torch.empty(90, 8, dtype=torch.uint8), counts)
     changed, _ = build_layer(torch.arange(0, 2000, 10), torch.empty(200, 8, dtype=torch.uint8))
     before = dataclasses.replace(before, hot=hot, changed_index=changed)
     index = a_table(torch.arange(450, 1500)).index
@@ -137,7 +137,7 @@ def test_ops_refuse():
         OPS.serving_copy_hot(words, rows, rows[:19].clone())
     with pytest.raises(ValueError, match="device is cpu, but must be a CUDA GPU"):
         OPS.serving_pinned(rows, torch.device("cpu"))
-    on_cpu = dataclasses.replace(a_table(IDS), hot=HotRows(words, rows[:20]))
+    on_cpu = dataclasses.replace(a_table(IDS), hot=ServingHotRows(words, rows[:20]))
     with pytest.raises(ValueError, match="table 0 has hot rows, but is on cpu"):
         ReadOnlyTables([on_cpu])
     with pytest.raises(ValueError, match=r"index must be contiguous, .* but has shape \[3\]"):

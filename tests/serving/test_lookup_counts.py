@@ -42,20 +42,20 @@ def test_file(n, tmp_path):
     """Counts follow the order of the table's rows. Rows without a count get 0, and other ids are
     left out."""
     ids = torch.randperm(2 * n) - n
-    made = build_table(lambda: [(ids[:n], torch.zeros(n, 2))], 2, "fp16", tmp_path / "table")
+    table_file = build_table(lambda: [(ids[:n], torch.zeros(n, 2))], 2, "fp16", tmp_path / "table")
     counts = torch.randint(0, 1000, (2 * n,))
     with CountsWriter(tmp_path) as writer:
-        assert writer.finish(tmp_path / "none", made) is None
+        assert writer.finish(tmp_path / "none", table_file) is None
         for part in (slice(n // 3, n), slice(n, 2 * n)):
             writer.add(ids[part], counts[part])
-        record = writer.finish(tmp_path / "counts", made)
+        record = writer.finish(tmp_path / "counts", table_file)
     if n == 0:
         assert record is None
         return
     assert sorted(path.name for path in tmp_path.iterdir()) == ["counts", "table"]
     codes = read_codes(tmp_path, record, n)
     known = dict(zip(ids[n // 3 : n].tolist(), codes_of(counts[n // 3 : n]).tolist(), strict=True))
-    for batch, rows in numbered_ids(made.map(tmp_path)[0]):
+    for batch, rows in numbered_ids(table_file.map(tmp_path)[0]):
         assert codes[rows].tolist() == [known.get(id_, 0) for id_ in batch.tolist()]
 
 
@@ -71,13 +71,15 @@ def test_damaged(tmp_path):
 
 def test_full_disk(disk):
     n = 50_000
-    made = build_table(lambda: [(torch.arange(n), torch.zeros(n, 1))], 1, "fp16", disk / "table")
+    table_file = build_table(
+        lambda: [(torch.arange(n), torch.zeros(n, 1))], 1, "fp16", disk / "table"
+    )
     with CountsWriter(disk) as writer:
         writer.add(torch.arange(n), torch.ones(n, dtype=torch.int64))
         free = os.statvfs(disk).f_bavail * 4096 - n // 2
         (disk / "filler").write_bytes(bytes(free))
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            writer.finish(disk / "counts", made)
+            writer.finish(disk / "counts", table_file)
 
 
 def looked_up(keys: Sequence[str], world_size: int) -> collections.Counter[int]:

@@ -31,10 +31,10 @@ def built(ids: Tensor, rows: Tensor, row_format: str, path: Path, memory: int) -
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         return zip(ids.split(777), rows.split(777), strict=True)
 
-    made = build_table(batches, rows.shape[1], row_format, path, memory)
-    made.verify(path.parent)
+    table_file = build_table(batches, rows.shape[1], row_format, path, memory)
+    table_file.verify(path.parent)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    assert made.num_bytes == path.stat().st_size
+    assert table_file.num_bytes == path.stat().st_size
     return path.read_bytes()
 
 

@@ -46,10 +46,10 @@ def built(ids, rows, order, row_format: str, path: Path, memory: int = MEMORY) -
         for its, own in zip(ids, rows, strict=True):
             yield from zip(its.split(777), own.split(777), strict=True)
 
-    made = build_table(batches, rows[0].shape[1], row_format, path, memory, order)
-    made.verify(path.parent)
+    table_file = build_table(batches, rows[0].shape[1], row_format, path, memory, order)
+    table_file.verify(path.parent)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    assert made.num_bytes == path.stat().st_size
+    assert table_file.num_bytes == path.stat().st_size
     return path.read_bytes()
 
 
@@ -82,10 +82,12 @@ def test_spilled(row_format, memory, tmp_path):
     for name, its_order, limit in (("by_files", order, memory), ("at_once", (), MEMORY)):
         batches = list(zip(ids, rows, strict=True))
         path = tmp_path / name
-        made = build_table(lambda b=batches: b, 6, row_format, path, limit, its_order)
-        made.verify(tmp_path)
-        index, data = made.map(tmp_path)
-        tables.append(ReadOnlyTables([ReadOnlyTable("t", 6, row_format, index, data, made.unit)]))
+        table_file = build_table(lambda b=batches: b, 6, row_format, path, limit, its_order)
+        table_file.verify(tmp_path)
+        index, data = table_file.map(tmp_path)
+        tables.append(
+            ReadOnlyTables([ReadOnlyTable("t", 6, row_format, index, data, table_file.unit)])
+        )
     assert {entry.name for entry in tmp_path.iterdir()} == {"by_files", "at_once"}
     got, want = (its.rows(0, torch.cat(ids)) for its in tables)
     assert torch.equal(got, want)

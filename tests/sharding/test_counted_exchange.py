@@ -35,12 +35,12 @@ def _batch(rank, step, features, samples, weighted, narrow, device):
 def _compare(rank, world_size, device, stagger, samples):
     for step, splits in enumerate(SPLITS[world_size]):
         theirs = KJTAllToAll(dist.group.WORLD, splits, stagger)
-        ours = CountedAllToAll(dist.group.WORLD, splits, stagger, device)
+        actual = CountedAllToAll(dist.group.WORLD, splits, stagger, device)
         for weighted in (False, True):
             for narrow in (False, True):
                 given = (rank, step, sum(splits), samples[rank], weighted, narrow, device)
                 expected = theirs(_batch(*given)).wait().wait()
-                got = ours(_batch(*given)).wait().wait()
+                got = actual(_batch(*given)).wait().wait()
                 assert got.keys() == expected.keys()
                 assert got.stride() == expected.stride()
                 assert torch.equal(got.values(), expected.values())
@@ -63,15 +63,15 @@ def test_as_torchrecs(run_ranks, world_size, stagger, samples):
 
 
 def _waits(rank, world_size, device):
-    ours = CountedAllToAll(dist.group.WORLD, [2, 2], 1, device)
+    counted = CountedAllToAll(dist.group.WORLD, [2, 2], 1, device)
     batch = _batch(rank, 0, 4, 100, True, False, device)
-    ours(batch).wait().wait()  # creates the communicator
+    counted(batch).wait().wait()  # creates the communicator
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            received = ours(batch).wait().wait()
+            received = counted(batch).wait().wait()
             received.split([1, 1])
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -38,8 +38,8 @@ FUSED_PARAMS = {
 
 def _check(outcomes):
     for outcome in outcomes:
-        stock, ours = outcome.losses.unbind(1)
-        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+        stock, backend_losses = outcome.losses.unbind(1)
+        torch.testing.assert_close(backend_losses, stock, rtol=1e-5, atol=1e-5)
         assert stock[-1] != stock[0]
         for rows in outcome.rows.values():
             torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
@@ -69,22 +69,22 @@ def test_sequences(run_ranks, sharding_type, told):
 
 def _dense(rank, world_size, device):
     types = ("row_wise", "table_wise")
-    stock, ours = (dense_model(world_size, device, k, types, None, {}) for k in ("fused", "hkv"))
-    ours.load_state_dict(stock.state_dict())
-    outputs = [train_dense(model, rank, device, range(4)) for model in (stock, ours)]
+    stock, backend = (dense_model(world_size, device, k, types, None, {}) for k in ("fused", "hkv"))
+    backend.load_state_dict(stock.state_dict())
+    outputs = [train_dense(model, rank, device, range(4)) for model in (stock, backend)]
     weights = [
         {
             key: [shard.tensor.cpu().clone() for shard in value.local_shards()]
             for key, value in model.state_dict().items()
         }
-        for model in (stock, ours)
+        for model in (stock, backend)
     ]
     return outputs, weights
 
 
 def test_dense_tables(run_ranks):
-    for (expected, got), (stock, ours) in run_ranks(2, _dense):
+    for (expected, got), (stock, backend) in run_ranks(2, _dense):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-        assert stock.keys() == ours.keys()
+        assert stock.keys() == backend.keys()
         for key, shards in stock.items():
-            torch.testing.assert_close(ours[key], shards, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(backend[key], shards, rtol=1e-5, atol=1e-6)

@@ -20,8 +20,8 @@ from tests.support.stock_comparison import OPTIMIZERS, Scenario, train_with_stoc
 def test_equal_to_stock(run_ranks, backend, optimizer, pooling, sharding_type, world_size):
     scenario = Scenario(backend, sharding_type, pooling, optimizer, steps=20)
     for outcome in run_ranks(world_size, train_with_stock, scenario):
-        stock, ours = outcome.losses.unbind(1)
-        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+        stock, backend_losses = outcome.losses.unbind(1)
+        torch.testing.assert_close(backend_losses, stock, rtol=1e-5, atol=1e-5)
         assert stock[-1] != stock[0]
         for rows in outcome.rows.values():
             torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)

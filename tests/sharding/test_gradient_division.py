@@ -26,8 +26,8 @@ def _trained(rank, world_size, device, is_divided):
 @pytest.mark.parametrize("is_divided", [False, True])
 def test_as_with_stock_tables(run_ranks, ranks, is_divided):
     outcomes = run_ranks(ranks, _trained, is_divided)
-    stock, ours = torch.stack([outcome.losses for outcome in outcomes]).unbind(2)
-    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+    stock, backend_losses = torch.stack([outcome.losses for outcome in outcomes]).unbind(2)
+    torch.testing.assert_close(backend_losses, stock, rtol=1e-5, atol=1e-6)
 
 
 def test_it_matters(run_ranks):

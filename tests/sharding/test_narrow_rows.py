@@ -30,13 +30,13 @@ def test_fp16_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_
         narrow = run_ranks(2, train_with_stock, scenario)
         scenario = Scenario("hkv", sharding_type, pooling, optimizer)
         exact = run_ranks_once(2, train_with_stock, scenario)
-    stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
+    stock, backend_losses = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.05 * full_stock.max()
-    assert (ours - full_ours).abs().max() > 0
+    assert (backend_losses - full_ours).abs().max() > 0
     # Each step rounds rows to one of two neighbouring values.
-    torch.testing.assert_close(ours, stock, rtol=STEPS * 2.0**-11, atol=STEPS * 2.0**-11)
+    torch.testing.assert_close(backend_losses, stock, rtol=STEPS * 2.0**-11, atol=STEPS * 2.0**-11)
     for outcome in narrow:
         for table in ("t0", "t1"):
             stock_rows, our_rows = outcome.rows[table]

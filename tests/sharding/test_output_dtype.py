@@ -20,14 +20,14 @@ def _close_to_stock(run_ranks, run_ranks_once, scenario, exact):
     with skip_unsupported_by_stock():
         narrow = run_ranks(2, train_with_stock, scenario)
         wide = run_ranks_once(2, train_with_stock, exact)
-    stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
+    stock, backend_losses = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in wide]).unbind(2)
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.05 * full_stock.max()
-    assert (ours - full_ours).abs().max() > 0
+    assert (backend_losses - full_ours).abs().max() > 0
     # Each step rounds outputs to one of two neighbouring values.
     bound = STEPS * {"fp16": 2.0**-11, "bf16": 2.0**-8}[scenario.output]
-    torch.testing.assert_close(ours, stock, rtol=bound, atol=bound)
+    torch.testing.assert_close(backend_losses, stock, rtol=bound, atol=bound)
 
 
 def _skip_where_stock_lacks(device_type, output):

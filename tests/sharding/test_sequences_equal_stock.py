@@ -16,8 +16,8 @@ SHARDING_TYPES = ["row_wise", "table_wise", "column_wise"]
 
 
 def _check(outcome):
-    stock, ours = outcome.losses.unbind(1)
-    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+    stock, backend_losses = outcome.losses.unbind(1)
+    torch.testing.assert_close(backend_losses, stock, rtol=1e-5, atol=1e-5)
     assert stock[-1] != stock[0]
     for rows in outcome.rows.values():
         torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)
@@ -73,8 +73,8 @@ def test_narrow_exchange(run_ranks_once, sharding_type, wire):
         for chosen in (None, wire)
     )
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
-    stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
+    stock, backend_losses = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.02 * full_stock.abs().max()
-    assert (ours - full_ours).abs().max() > 0
-    assert (ours - stock).abs().max() < 4 * effect
+    assert (backend_losses - full_ours).abs().max() > 0
+    assert (backend_losses - stock).abs().max() < 4 * effect

@@ -18,8 +18,8 @@ TYPES = ["column_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 
 def _check(outcomes):
     for outcome in outcomes:
-        stock, ours = outcome.losses.unbind(1)
-        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+        stock, backend_losses = outcome.losses.unbind(1)
+        torch.testing.assert_close(backend_losses, stock, rtol=1e-5, atol=1e-5)
         assert stock[-1] != stock[0]
         for rows in outcome.rows.values():
             torch.testing.assert_close(rows[1], rows[0], rtol=1e-5, atol=1e-5)

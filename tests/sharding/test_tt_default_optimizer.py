@@ -67,9 +67,9 @@ def test_equal_to_sgd(run_ranks, device_type, kind, sharding_type, rate):
     told = {} if rate is None else {"learning_rate": rate}
     unnamed = run_ranks(2, _train, kind, sharding_type, told, None)
     named = run_ranks(2, _train, kind, sharding_type, {}, {"lr": rate or 0.01})
-    for (before, ours), (_, expected) in zip(unnamed, named, strict=True):
-        assert ours.keys() == expected.keys()
-        for name, cores in ours.items():
+    for (before, actual), (_, expected) in zip(unnamed, named, strict=True):
+        assert actual.keys() == expected.keys()
+        for name, cores in actual.items():
             # A GPU adds gradients of cores in undefined order.
             tolerance = 1e-5 if device_type == "cuda" else 0.0
             torch.testing.assert_close(cores, expected[name], rtol=tolerance, atol=tolerance / 10)

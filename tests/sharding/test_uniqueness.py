@@ -91,8 +91,8 @@ def _refused(rank, world_size, device, arguments, t):
 def test_a_repeat_in_a_batch(run_ranks, device_type):
     if device_type == "cuda":
         pytest.skip("an assertion on the device ends the process")
-    (said,) = run_ranks(1, _refused, {"unique": ["t"], "check_unique": True}, [4, 2**50, 2**50])
-    assert f"in a batch of a rank, but has id {2**50} more than once" in said
+    (message,) = run_ranks(1, _refused, {"unique": ["t"], "check_unique": True}, [4, 2**50, 2**50])
+    assert f"in a batch of a rank, but has id {2**50} more than once" in message
 
 
 def test_a_repeat_over_ranks(run_ranks, device_type):

@@ -28,11 +28,11 @@ def test_as_with_stock_tables(run_ranks, run_ranks_once, pooling, sharding_type,
     narrow = run_ranks(2, train_with_stock, scenario)
     scenario = Scenario("hkv", sharding_type, pooling, "sgd")
     exact = run_ranks_once(2, train_with_stock, scenario)
-    stock, ours = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
+    stock, backend_losses = torch.stack([outcome.losses for outcome in narrow]).unbind(2)
     full_stock, full_ours = torch.stack([outcome.losses for outcome in exact]).unbind(2)
     # Ours rounds partial sums on other ranks than stock tables do. The difference is about as large
     # as that of stock tables from their 32-bit outputs.
     effect = (stock - full_stock).abs().max()
     assert 0 < effect < 0.02 * full_stock.max()
-    assert (ours - full_ours).abs().max() > 0
-    assert (ours - stock).abs().max() < 4 * effect
+    assert (backend_losses - full_ours).abs().max() > 0
+    assert (backend_losses - stock).abs().max() < 4 * effect

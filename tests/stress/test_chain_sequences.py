@@ -36,7 +36,7 @@ SEQUENCES = int(os.environ.get("TORCHREC_HKV_SEQUENCES", "0"))
 def test_chain_sequences(tmp_path):
     torch.set_num_threads(1)  # forks
     limit_s = float(os.environ.get("TORCHREC_HKV_SEQUENCES_SECONDS", "inf"))
-    begin = said = time.monotonic()
+    begin = reported_at = time.monotonic()
     done, did = 0, collections.Counter()
 
     @seed(int(os.environ.get("TORCHREC_HKV_SEQUENCES_SEED", "1")))
@@ -51,7 +51,7 @@ def test_chain_sequences(tmp_path):
         names=st.lists(st.sampled_from(OPERATIONS), min_size=3, max_size=16),
     )
     def run(number, names):
-        nonlocal done, said
+        nonlocal done, reported_at
         if time.monotonic() - begin > limit_s:
             return
         folder = tmp_path / "sequence"
@@ -65,9 +65,9 @@ def test_chain_sequences(tmp_path):
             shutil.rmtree(folder, ignore_errors=True)
         done += 1
         did.update(sequence.did)
-        if time.monotonic() - said > 10:
-            said = time.monotonic()
-            print(f"{done} sequences in {said - begin:.0f} s", flush=True)
+        if time.monotonic() - reported_at > 10:
+            reported_at = time.monotonic()
+            print(f"{done} sequences in {reported_at - begin:.0f} s", flush=True)
 
     run()
     print(f"{done} sequences in {time.monotonic() - begin:.0f} s: {dict(did)}", flush=True)

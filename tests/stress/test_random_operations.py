@@ -52,7 +52,7 @@ def test_random_operations(device_type, policy, capacity, tmp_path):
     calls = [*CALLS, *CALLS, *CALLS, "clear", "reload"]
     driver = Driver(checked, policy, capacity, seed, batch=2 * capacity, calls=calls)
     driver.folder = tmp_path / "table"
-    begin = said = time.monotonic()
+    begin = reported_at = time.monotonic()
     while driver.operations < wanted:
         try:
             driver.call()
@@ -64,8 +64,8 @@ def test_random_operations(device_type, policy, capacity, tmp_path):
         now = time.monotonic()
         if now - begin > limit_s:
             pytest.fail(f"only {driver.operations} of {wanted} operations in {limit_s:.0f} s")
-        if now - said > 10:
-            said = now
+        if now - reported_at > 10:
+            reported_at = now
             print(f"{policy}, {capacity}: {driver.operations} of {wanted} operations", flush=True)
     print(
         f"{policy}, {capacity}: {driver.operations} operations in {driver.number} calls, "

@@ -44,10 +44,10 @@ def hosts(request) -> Iterator[list[Host]]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(in_namespaces())
+            created = stack.enter_context(in_namespaces())
         except OSError as error:
             pytest.skip(f"no network namespaces: {error}")
-        yield made
+        yield created
 
 
 def _agent(

@@ -141,13 +141,13 @@ def test_it_has_the_cuda_kernels(python, tmp_path):
 @pytest.mark.parametrize("cuda", [None, "1.0"])
 def test_a_torch_for_another_cuda_is_refused(python, tmp_path, cuda):
     program = REFUSED.format(change=f"torch.version.cuda = {cuda!r}", error="ImportError")
-    said = run(python, tmp_path, "-c", program)
+    output = run(python, tmp_path, "-c", program)
     present = "for CUDA 1.0" if cuda else "without CUDA"
-    assert re.match(rf"torchrec_hkv was built for torch .* {present} is installed", said)
+    assert re.match(rf"torchrec_hkv was built for torch .* {present} is installed", output)
 
 
 @cuda_wheel
 def test_without_a_gpu(python, tmp_path):
     program = REFUSED.format(change="", error="ValueError")
-    said = run(python, tmp_path, "-c", program, CUDA_VISIBLE_DEVICES="")
-    assert said == "device is 'cuda', but torch sees no GPU: use 'cpu'.\n"
+    output = run(python, tmp_path, "-c", program, CUDA_VISIBLE_DEVICES="")
+    assert output == "device is 'cuda', but torch sees no GPU: use 'cpu'.\n"

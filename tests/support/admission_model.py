@@ -60,28 +60,28 @@ class CountedIds(EveryId):
 
     def admitted(self, missing: Sequence[int]) -> set[int]:
         """Counts all occurrences before any decision."""
-        asked = collections.Counter(missing)  # in order of the first occurrence
-        return {id_ for id_, times in asked.items() if self._count(id_, times)}
+        occurrences = collections.Counter(missing)  # in order of the first occurrence
+        return {id_ for id_, times in occurrences.items() if self._count(id_, times)}
 
     def _count(self, id_: int, times: int) -> bool:
         hashed = mix64(id_ % 2**64 ^ 0xBB67AE8584CAA73B)
         cells = self.sets.setdefault((hashed >> 32) * self.num_sets >> 32, [None] * 8)
-        own = next((at for at, cell in enumerate(cells) if cell and cell[0] == id_), None)
-        if own is not None:
-            times += cells[own][1]
+        cell_index = next((at for at, cell in enumerate(cells) if cell and cell[0] == id_), None)
+        if cell_index is not None:
+            times += cells[cell_index][1]
         if times >= self.admission.count:
-            if own is not None:
-                cells[own] = None
+            if cell_index is not None:
+                cells[cell_index] = None
             return True
-        if own is None and None in cells:
-            own = cells.index(None)
-        elif own is None:
+        if cell_index is None and None in cells:
+            cell_index = cells.index(None)
+        elif cell_index is None:
             self.forgotten += 1
             older = [(*cell[1:], at) for at, cell in enumerate(cells) if cell[2] != self.call]
             if not older:
                 return False
-            own = min(older)[-1]
-        cells[own] = (id_, times, self.call)
+            cell_index = min(older)[-1]
+        cells[cell_index] = (id_, times, self.call)
         return False
 
 

@@ -26,7 +26,7 @@ from tests.support.trained_shards import TrainedShards
 from torchrec_hkv import checkpoint
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv.files import HashTablesLoad
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.layers import files_to_verify, read_saved, saved_shards
@@ -142,8 +142,10 @@ class Sequence(TrainedShards):
             backend, shards = registry.get("hkv"), []
             for index, owners in enumerate(self.shards.owners):
                 folder = shard_folder(KEY, index)
-                held = backend.saved_folder(place.saving / folder)
-                shards.append(TableShardRecord(folder, owners, (0, DIM), held.entries, held.crc32))
+                saved = backend.saved_folder(place.saving / folder)
+                shards.append(
+                    TableShardRecord(folder, owners, (0, DIM), saved.entries, saved.crc32)
+                )
             (place.saving / TENSORS).mkdir()
             (place.saving / METADATA).write_text(link.name)
             record = Record(
@@ -169,8 +171,8 @@ class Sequence(TrainedShards):
         """Applies a retention."""
         if self.states:
             Chain(self.root).keep_bases(self.random.choice((1, 2)))
-            kept = Chain(self.root).names()
-            self.states = {n: state for n, state in self.states.items() if n in kept}
+            names = Chain(self.root).names()
+            self.states = {n: state for n, state in self.states.items() if n in names}
 
     # -- loads ------------------------------------------------------------------------------------
 
@@ -200,9 +202,9 @@ class Sequence(TrainedShards):
         loaded = shards.state()
         assert loaded.items() <= state.items()
         assert len(loaded) + sum(lost) == len(state)
-        for (group, ids, _), own in zip(shards.split(list(state)), lost, strict=True):
+        for (group, ids, _), lost_ids in zip(shards.split(list(state)), lost, strict=True):
             # Only full shards drop entries.
-            assert own == 0 or len(ids) > 0.95 * group.full_slots(0)
+            assert lost_ids == 0 or len(ids) > 0.95 * group.full_slots(0)
         return shards
 
     def load(self) -> None:
@@ -229,7 +231,7 @@ class Sequence(TrainedShards):
             return
         folders = [folder / shard_folder(KEY, index) for index in range(len(owners))]
         pairs = zip(self._trackers, folders, strict=True)
-        if all(tracker.start_from(its, True, None) for tracker, its in pairs):
+        if all(tracker.start_from(table_folder, True, None) for tracker, table_folder in pairs):
             last = Link.read(folder), digest_of(folder)
             Chain(self.root).clear()
             Chain(self.root).name_newest(*last)

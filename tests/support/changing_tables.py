@@ -104,8 +104,8 @@ class Changing:
         """Draws ids of both tables, and offsets by table."""
         counts = [self.random.choice((0, 1, 7, 40)) for _ in self.specs]
         ids = [
-            own[torch.randint(0, len(own), (n,), generator=self.generator)]
-            for own, n in zip(self.ids, counts, strict=True)
+            table_ids[torch.randint(0, len(table_ids), (n,), generator=self.generator)]
+            for table_ids, n in zip(self.ids, counts, strict=True)
         ]
         offsets = torch.tensor([0, counts[0], sum(counts)])
         return torch.cat(ids).to(self.device), offsets.to(self.device)

@@ -183,14 +183,14 @@ class CheckedGroup:
 
     def find_or_insert(self, parts: Sequence[Part]) -> None:
         rows, found = self.group.find_or_insert_rows(*self._ids(parts), self._scores(parts))
-        for checked, part, (its, hits) in self._each(parts, rows, found):
-            checked.table.answer = checked.table.narrow(its), hits
+        for checked, part, (part_rows, hits) in self._each(parts, rows, found):
+            checked.table.answer = checked.table.narrow(part_rows), hits
             checked.find_or_insert(part.ids, part.scores)
 
     def find_or_insert_slots(self, parts: Sequence[Part]) -> None:
         slots, found = self.group.find_or_insert_slots(*self._ids(parts), self._scores(parts))
-        for checked, part, (its, hits) in self._each(parts, slots, found):
-            checked.table.answer = checked.table.of_group(its), hits
+        for checked, part, (part_slots, hits) in self._each(parts, slots, found):
+            checked.table.answer = checked.table.of_group(part_slots), hits
             checked.find_or_insert_slots(part.ids, part.scores)
 
     def _each(
@@ -202,8 +202,8 @@ class CheckedGroup:
         placed = self.group.insert_or_assign(
             *self._ids(parts), self._rows(parts), self._scores(parts)
         )
-        for checked, part, (its,) in self._each(parts, placed):
-            checked.table.answer = its
+        for checked, part, (part_placed,) in self._each(parts, placed):
+            checked.table.answer = part_placed
             checked.insert_or_assign(part.ids, part.rows, part.scores)
 
     def insert_and_evict(self, parts: Sequence[Part]) -> None:
@@ -211,9 +211,11 @@ class CheckedGroup:
             *self._ids(parts), self._rows(parts), self._scores(parts)
         )
         for index, (checked, part) in enumerate(zip(self.checked, parts, strict=True)):
-            its = back.tables == index
-            rows = checked.table.narrow(back.rows[its])
-            checked.table.answer = Evicted(back.ids[its], rows, back.scores[its], its.sum())
+            of_table = back.tables == index
+            rows = checked.table.narrow(back.rows[of_table])
+            checked.table.answer = Evicted(
+                back.ids[of_table], rows, back.scores[of_table], of_table.sum()
+            )
             checked.insert_and_evict(part.ids, part.rows, part.scores)
 
     def accum_or_assign(self, parts: Sequence[Part]) -> None:
@@ -224,20 +226,20 @@ class CheckedGroup:
 
     def assign(self, parts: Sequence[Part]) -> None:
         hits = self.group.assign(*self._ids(parts), self._rows(parts), self._scores(parts))
-        for checked, part, (its,) in self._each(parts, hits):
-            checked.table.answer = its
+        for checked, part, (part_hits,) in self._each(parts, hits):
+            checked.table.answer = part_hits
             checked.assign(part.ids, part.rows, part.scores)
 
     def assign_rows(self, parts: Sequence[Part]) -> None:
         hits = self.group.assign_rows(*self._ids(parts), self._rows(parts))
-        for checked, part, (its,) in self._each(parts, hits):
-            checked.table.answer = its
+        for checked, part, (part_hits,) in self._each(parts, hits):
+            checked.table.answer = part_hits
             checked.assign_rows(part.ids, part.rows)
 
     def assign_scores(self, parts: Sequence[Part]) -> None:
         hits = self.group.assign_scores(*self._ids(parts), self._scores(parts))
-        for checked, part, (its,) in self._each(parts, hits):
-            checked.table.answer = its
+        for checked, part, (part_hits,) in self._each(parts, hits):
+            checked.table.answer = part_hits
             checked.assign_scores(part.ids, part.scores)
 
     def erase(self, parts: Sequence[Part]) -> None:
@@ -264,7 +266,9 @@ class CheckedGroup:
         ]
         assert [table for table, _ in pairs] == sorted(table for table, _ in pairs)
         chosen = [checked._select(conditions) for checked in self.checked]
-        assert sorted(pairs) == sorted((t, id_) for t, its in enumerate(chosen) for id_ in its)
+        assert sorted(pairs) == sorted(
+            (t, id_) for t, table_ids in enumerate(chosen) for id_ in table_ids
+        )
         for checked in self.checked:
             checked.export_if(batch_size, **conditions)
 

@@ -234,8 +234,8 @@ class CheckedTable:
         after: dict[int, ObservedEntry],
     ) -> None:
         assert placed == insertion.placed
-        for id_, its in one_of_each(ids, placed).items():
-            assert any(its) == (id_ in after)
+        for id_, occurrences in one_of_each(ids, placed).items():
+            assert any(occurrences) == (id_ in after)
 
     def insert_or_assign(
         self, ids: Sequence[int], rows: Sequence[Row], scores: Sequence[int] | None = None

@@ -53,14 +53,14 @@ def loss_of(option, counts, rows):
     if isinstance(options, TTOptions):
         (p0, p1, p2), (q0, q1, q2), rank = options.p, options.q, options.ranks
         cores = p0 * q0 * rank + rank * p1 * q1 * rank + rank * p2 * q2
-        kept = cores / (DIM * min(rows, len(counts)))
-        return None if kept >= 1 else curve_at("compression", kept)
+        kept_share = cores / (DIM * min(rows, len(counts)))
+        return None if kept_share >= 1 else curve_at("compression", kept_share)
     if not isinstance(options, HKVOptions):
         return None
     total = None
     if options.capacity is not None and options.capacity < rows:
-        held = sum(sorted(counts, reverse=True)[: options.capacity])
-        total = curve_at("rows", min(held / sum(counts), 1 - 1e-9))
+        covered = sum(sorted(counts, reverse=True)[: options.capacity])
+        total = curve_at("rows", min(covered / sum(counts), 1 - 1e-9))
     if options.row_dtype is not None:
         total = (total or 0.0) + curve_at("precision", 0.5)
     return total
@@ -74,8 +74,8 @@ def placements(option, num_ranks=RANKS):
         return
     for ranks in itertools.product(range(num_ranks), repeat=len(parts)):
         yield [
-            tuple(part for part, rank in zip(parts, ranks, strict=True) if rank == own)
-            for own in range(num_ranks)
+            tuple(part for part, rank in zip(parts, ranks, strict=True) if rank == first_rank)
+            for first_rank in range(num_ranks)
         ]
 
 
@@ -103,7 +103,7 @@ def best_plan(by_table, room, max_loss=math.inf, max_time=math.inf, fastest=Fals
         losses = [loss for loss, _ in plan if loss is not None]
         ranks = [[p for _, way in plan for p in way[rank]] for rank in range(len(rooms))]
         time = max(sum(t for _, t in rank) for rank in ranks)
-        if any(sum(b for b, _ in rank) > own for rank, own in zip(ranks, rooms, strict=True)):
+        if any(sum(b for b, _ in rank) > limit for rank, limit in zip(ranks, rooms, strict=True)):
             continue
         if sum(losses) > max_loss + 1e-12 or time > max_time:
             continue

@@ -22,5 +22,5 @@ def filled_table(
     group = TableGroup([spec], [0], SGD(), device)
     everyone = Bags.flat(ids).to(device)
     group.find_or_insert(everyone.ids, everyone.offsets, 1)
-    held = rows_by_id(group)
-    return group, ids, torch.stack([held[id_] for id_ in ids.tolist()]).double()
+    rows_of_ids = rows_by_id(group)
+    return group, ids, torch.stack([rows_of_ids[id_] for id_ in ids.tolist()]).double()

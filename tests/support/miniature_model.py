@@ -49,7 +49,7 @@ class MiniaturesModel:
         if self.evicted < self.sets * self.ways:
             return
         minimum = max(self.recent) * (100 - TOLERATED_PERCENT)
-        self.c = max(c for c, its in zip(CS, self.recent, strict=True) if its * 100 >= minimum)
+        self.c = max(c for c, hits in zip(CS, self.recent, strict=True) if hits * 100 >= minimum)
 
     def update(
         self, ids: Sequence[int], given: Sequence[int], now: int, aged: AgedLFUModel
@@ -63,34 +63,39 @@ class MiniaturesModel:
             low = mixed % 2**32
             of_set.setdefault(low * self.sets >> 32, []).append((low or 1, min(count, UINT32_MAX)))
             self.lookups += 1
-        for set_, its in of_set.items():
+        for set_, set_ids in of_set.items():
             for k, c in enumerate(CS):
                 ranks = AgedLFUModel(c)
                 ranks.half_life = aged.half_life_of(c)
-                self._update(k, self.entries[k][set_], its, now, ranks)
+                self._update(k, self.entries[k][set_], set_ids, now, ranks)
 
     def _update(
-        self, k: int, held: Set, its: Sequence[tuple[int, int]], now: int, ranks: AgedLFUModel
+        self,
+        k: int,
+        entries: Set,
+        set_ids: Sequence[tuple[int, int]],
+        now: int,
+        ranks: AgedLFUModel,
     ) -> None:
         missing: Counter[int] = Counter()
-        for tag, count in its:
-            if tag in held:
-                held[tag] = (min(held[tag][0] + count, UINT32_MAX), now)
+        for tag, count in set_ids:
+            if tag in entries:
+                entries[tag] = (min(entries[tag][0] + count, UINT32_MAX), now)
                 self.hits[k] += 1
             else:
                 missing[tag] += count
         for tag in sorted(missing):
-            if len(held) == self.ways:
+            if len(entries) == self.ways:
                 left = [
                     (ranks.rank(count, last), last, other)
-                    for other, (count, last) in held.items()
+                    for other, (count, last) in entries.items()
                     if last != now and ranks.rank(count, last) <= ranks.rank_of_new(now)
                 ]
                 if not left:
                     continue
-                del held[min(left)[2]]
+                del entries[min(left)[2]]
                 self.evicted += k == 0
-            held[tag] = (min(missing[tag], UINT32_MAX), now)
+            entries[tag] = (min(missing[tag], UINT32_MAX), now)
 
     @property
     def tally(self) -> list[int]:

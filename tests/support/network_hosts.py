@@ -40,11 +40,11 @@ def in_namespaces() -> Iterator[list[Host]]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise OSError("network namespaces need root and the command ip")
     names = [f"hkv{os.getpid()}{side}" for side in "ab"]
-    made = []
+    created = []
     try:
         for name in names:
             _ip("netns", "add", name)
-            made.append(name)
+            created.append(name)
         _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1])
         _ip("link", "set", names[1], "netns", names[1])
         hosts = []
@@ -56,7 +56,7 @@ def in_namespaces() -> Iterator[list[Host]]:
             hosts.append(Host(("ip", "netns", "exec", name), address, name))
         yield hosts
     finally:
-        for name in made:
+        for name in created:
             _ip("netns", "delete", name)
 
 

@@ -92,8 +92,15 @@ def running(
     ranks: list[BaseProcess] = []
     try:
         for variables in _rank_variables(processes):
-            its = {**environment, **variables}
-            arguments = (list(command), its, output, errors, folder or Path.cwd(), missing)
+            variables_of_process = {**environment, **variables}
+            arguments = (
+                list(command),
+                variables_of_process,
+                output,
+                errors,
+                folder or Path.cwd(),
+                missing,
+            )
             process = context.Process(target=_run, args=arguments)
             process.start()
             ranks.append(process)

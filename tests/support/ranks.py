@@ -49,7 +49,7 @@ class Ranks:
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
                 target=_serve,
                 args=(
@@ -58,13 +58,13 @@ class Ranks:
                     host_size or world_size,
                     device_type,
                     self._store.port,
-                    theirs,
+                    child_end,
                 ),
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self._connections.append(ours)
+            child_end.close()
+            self._connections.append(parent_end)
             self._processes.append(process)
 
     @property

@@ -68,7 +68,7 @@ class ReplicaModel:
             if id_ not in anywhere:
                 if id_ not in left:
                     # Kept in all replicas that have it.
-                    result[id_] = next(own[id_] for own in now if id_ in own)
+                    result[id_] = next(replica[id_] for replica in now if id_ in replica)
                 continue
             holders = [r for r in replicas if id_ in now[r]]
             values = [(*now[r][id_].row, *now[r][id_].state) for r in holders]
@@ -102,9 +102,9 @@ class ReplicaModel:
         old = {r: self.before[r][id_].score % low for r in holders if id_ in self.before[r]}
         count = max([0, *old.values()])
         for r in touched:
-            own = scores[r] % low
+            lookups = scores[r] % low
             base = old.get(r, 0)
-            count += own - base if own >= base else own
+            count += lookups - base if lookups >= base else lookups
         if self.policy == "epoch_lfu":
             return max(scores.values()) // low * low + min(count, low - 1)
         return min(count, low - 1)
@@ -118,12 +118,14 @@ class ReplicaModel:
             agreed: the result of :meth:`merged`.
         """
         anywhere = self.anywhere(now)
-        for r, own in enumerate(after):
-            wanted = set(agreed) & (anywhere | set(now[r]))
-            self.before[r] = dict(own)
-            self.lost[r] = wanted - set(own)
+        for r, replica in enumerate(after):
+            expected = set(agreed) & (anywhere | set(now[r]))
+            self.before[r] = dict(replica)
+            self.lost[r] = expected - set(replica)
             self.touched[r] = set()
 
     def anywhere(self, now: Sequence[Replica]) -> set[int]:
         """Returns ids that are touched in a replica."""
-        return set().union(*(own & set(held) for own, held in zip(self.touched, now, strict=True)))
+        return set().union(
+            *(touched & set(replica) for touched, replica in zip(self.touched, now, strict=True))
+        )

@@ -55,7 +55,7 @@ class RowStream:
     def find_or_insert(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
         """Applies a call, given the keys of its positions and their slots."""
         batch = set(keys)
-        held = set().union(batch, *self._waiting)
+        pinned = set().union(batch, *self._waiting)
         slot_of: dict[Key, int] = {}
         for key, slot in zip(keys, slots, strict=True):
             assert slot_of.setdefault(key, slot) == slot, f"{key} has two slots"
@@ -70,7 +70,7 @@ class RowStream:
                 continue
             assert key not in self.rows, f"{key} has two slots"
             if holder is not None:
-                assert holder not in held, f"{holder} left, which is needed"
+                assert holder not in pinned, f"{holder} left, which is needed"
                 del self.rows[holder], self.squares[holder]
                 self.evicted += 1
             self._holders[slot] = key

@@ -234,7 +234,7 @@ class ModelShard:
 
         Among ids that may equally leave, ids that are not in ``kept`` leave.
         """
-        missing, gone = [], {}
+        missing, evicted = [], {}
         for id_, given in ids:
             if id_ in self.entries:
                 entry = self.entries[id_]
@@ -249,12 +249,12 @@ class ModelShard:
             if len(self.entries) == self.slots:
                 old = [i for i, entry in self.entries.items() if entry[2] < step]
                 lowest = min(old, key=lambda i: (*self.entries[i][1:], i in kept))
-                gone[lowest] = self.entries.pop(lowest)[1] // 2
+                evicted[lowest] = self.entries.pop(lowest)[1] // 2
                 self.evicted += 1
             self.entries[id_] = [START, self._scored(None, given, step, epoch), step]
             if self.name == "lf":
                 self.entries[id_][1] += self.halves.get(id_, 0)
-        self.halves |= gone
+        self.halves |= evicted
         for id_, given in ids if self.name in ("c", "w") else ():
             self.entries[id_][1] = given  # the last score counts
 
@@ -301,8 +301,8 @@ class Dictionary:
         for name, shards in self.shards.items():
             sent = self._arrived(name, batches)
             for part, shard in enumerate(shards):
-                own = [entry for entry in sent if self._owner(entry[0]) == part]
-                shard.look_up(own, self.step, epoch, kept[name, part])
+                owned = [entry for entry in sent if self._owner(entry[0]) == part]
+                shard.look_up(owned, self.step, epoch, kept[name, part])
         outputs = [{} for _ in batches]
         gradients: dict[tuple[str, int], float] = {}
         for rank, batch in enumerate(batches):

@@ -163,12 +163,12 @@ def train_sequences(
     """Trains both models. Runs on every rank."""
     torch.manual_seed(11)
     stock = shard_sequences(scenario, IDS, "fused", world_size, device)
-    ours = shard_sequences(scenario, CAPACITY, scenario.backend, world_size, device)
+    backend_model = shard_sequences(scenario, CAPACITY, scenario.backend, world_size, device)
     mapped = raw_ids()
-    rows = probe(ours, mapped, device)
+    rows = probe(backend_model, mapped, device)
     copy_rows(stock, {"t0": rows["f0"], "t1": rows["f2"], "s": rows["g"]})
     generator = torch.Generator().manual_seed(100 + rank)
-    before = _lookups(ours)
+    before = _lookups(backend_model)
     losses = []
     for step in range(STEPS):
         # Rank 0 has a batch without ids. TorchRec refuses batches without samples.
@@ -181,12 +181,12 @@ def train_sequences(
         losses.append([])
         for model, sent in (
             (stock, ids),
-            (ours, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
+            (backend_model, [mapped[ids[0]], mapped[ids[1]], mapped[ids[2]], ids[3]]),
         ):
             outputs = model(sequence_features(sent, lengths, device, inverse))
             if scenario.need_indices:
-                wanted = [sent[0], sent[1], sent[1], sent[2], sent[3]]
-                for key, given in zip(OUTPUTS, wanted, strict=True):
+                expected_ids = [sent[0], sent[1], sent[1], sent[2], sent[3]]
+                for key, given in zip(OUTPUTS, expected_ids, strict=True):
                     assert outputs[key].weights().tolist() == given.tolist()
             loss = torch.zeros((), device=device)
             for key in OUTPUTS:
@@ -196,8 +196,8 @@ def train_sequences(
                 loss = loss + (values.square() * weights / 10 + values).sum()
             loss.backward()
             losses[-1].append(float(loss.detach()))
-    lookups = _lookups(ours) - before
-    expected, got = probe(stock, torch.arange(IDS), device), probe(ours, mapped, device)
+    lookups = _lookups(backend_model) - before
+    expected, got = probe(stock, torch.arange(IDS), device), probe(backend_model, mapped, device)
     return SequenceOutcome(
         losses=torch.tensor(losses, dtype=torch.float64),
         rows={key: torch.stack([expected[key], got[key]]) for key in OUTPUTS},

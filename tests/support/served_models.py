@@ -109,14 +109,14 @@ def constraints(
         "pages": ("tt", TTOptions(ranks=(4, 4))),
         "tag_pages": ("tt", TTOptions(ranks=(4, 4))),
     }
-    made = {}
+    result = {}
     for name in ("user", "item", "likes", "seen", "country", "city", "tags", "places", *kinds):
         kernel, options = kinds.get(name, ("fused", None))
         types = ["table_wise"] if kernel == "tt" else [sharding]
-        made[name] = ParameterConstraints(
+        result[name] = ParameterConstraints(
             compute_kernels=[kernel], options=options, sharding_types=types
         )
-    return made
+    return result
 
 
 def make_served(
@@ -143,13 +143,15 @@ def random_batch(
     def features(keys: list[str], weighted: bool) -> KeyedJaggedTensor:
         lengths = torch.randint(0, 5, (len(keys), samples), generator=generator)
         values = []
-        for key, its in zip(keys, lengths, strict=True):
-            numbers = torch.randint(0, ROWS, (int(its.sum()),), generator=generator)
+        for key, key_lengths in zip(keys, lengths, strict=True):
+            numbers = torch.randint(0, ROWS, (int(key_lengths.sum()),), generator=generator)
             values.append(numbers * -7919 * 104729 * 15485863 if kinds.get(key) else numbers)
         flat = torch.cat(values)
         weights = torch.rand(flat.numel(), generator=generator) if weighted else None
-        made = KeyedJaggedTensor(keys=keys, values=flat, lengths=lengths.flatten(), weights=weights)
-        return made.to(torch.device(device))
+        features_of_keys = KeyedJaggedTensor(
+            keys=keys, values=flat, lengths=lengths.flatten(), weights=weights
+        )
+        return features_of_keys.to(torch.device(device))
 
     dense = torch.randn(samples, 4, generator=generator).to(device)
     return dense, features([*BAGS, *SEQUENCE], False), features(WEIGHTED, True)

@@ -308,13 +308,13 @@ def train_with_stock(
     """Trains both models. Runs on every rank."""
     torch.manual_seed(11)
     stock = _shard(scenario, IDS, "fused", world_size, device)
-    ours = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
+    backend_model = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
     mapped = torch.arange(IDS) if scenario.narrow else raw_ids()
     # Reads through a separate model, because stock tables count each lookup as an optimizer step.
     twin = _shard(scenario, CAPACITY, scenario.backend, world_size, device)
     initial = _probe(twin, mapped, scenario, device)
     _copy_rows(stock, initial)
-    _copy_rows(ours, {"s": initial["s"]})
+    _copy_rows(backend_model, {"s": initial["s"]})
     generator = torch.Generator().manual_seed(100 + rank)
     vectors = torch.Generator().manual_seed(17)
     projection = torch.randn(8 * 2 + 12 * 2 + 4, generator=vectors).to(device)
@@ -327,7 +327,7 @@ def train_with_stock(
         if scenario.narrow and rank == 0:
             sent_to_ours = [sent.int() for sent in sent_to_ours]
         step_losses, dtypes = [], []
-        for model, sent in ((stock, ids), (ours, sent_to_ours)):
+        for model, sent in ((stock, ids), (backend_model, sent_to_ours)):
             output = model(_features(sent, batch.lengths, used_weights, device, batch.inverse))
             assert output.shape == (batch.target.numel(), projection.numel())
             dtypes.append(output.dtype)
@@ -341,7 +341,7 @@ def train_with_stock(
             assert dtypes[0] == OUTPUTS[scenario.output]
         losses.append(step_losses)
     stock_rows = _probe(stock, torch.arange(IDS), scenario, device)
-    our_rows = _probe(ours, mapped, scenario, device)
+    our_rows = _probe(backend_model, mapped, scenario, device)
     return Outcome(
         losses=torch.tensor(losses, dtype=torch.float64),
         rows={name: torch.stack([stock_rows[name], our_rows[name]]) for name in stock_rows},

@@ -29,10 +29,10 @@ def _quantised(rows: Tensor, row_format: str, unit: float) -> tuple[Tensor, Tens
     units = rows / unit
     low, high = units.aminmax(dim=1, keepdim=True)
     offset = low.half().clamp(-_MAX, _MAX)
-    wanted = (high - offset.float()) / levels
-    scale = wanted.half()
+    ideal_step = (high - offset.float()) / levels
+    scale = ideal_step.half()
     next_up = (scale.view(torch.int16) + 1).view(torch.float16)
-    scale = torch.where(scale.float() < wanted, next_up, scale)
+    scale = torch.where(scale.float() < ideal_step, next_up, scale)
     step = torch.where(scale == 0, torch.ones_like(scale), scale).float()
     codes = ((units - offset.float()) / step).round().clamp(0, levels).to(torch.uint8)
     if row_format == "int4":

@@ -239,12 +239,12 @@ class TableModel:
                 self._meet(id_, given[at])
                 placed[at] = True
                 continue
-            own = self.first_score(given[at])
+            new_score = self.first_score(given[at])
             if len(self.entries) == self.num_slots:
                 if not candidates or self._first_rank(highest[id_]) < candidates[-1][0][0]:
                     continue
                 del self.entries[candidates.pop()[2]]
-            self.entries[id_] = Entry(self.initial_row(id_), own, self.calls)
+            self.entries[id_] = Entry(self.initial_row(id_), new_score, self.calls)
             placed[at] = True
 
     def _take_over(
@@ -283,15 +283,16 @@ class TableModel:
             order = self._order(entry)
             assert order <= lowest.get(bucket, order), "a lower score stayed"
             assert holder[slot] in scores, "an id left, and its slot is not a new id's"
-            own = max(self._first_rank(score) for score in scores[holder[slot]])
-            assert own >= order[0], "an id left for one of lower score"
+            holder_rank = max(self._first_rank(score) for score in scores[holder[slot]])
+            assert holder_rank >= order[0], "an id left for one of lower score"
         for id_, its_scores in scores.items():
             if id_ in after:
                 self.entries[id_] = self._new_entry(id_, its_scores)
                 continue
-            own = max(self._first_rank(score) for score in its_scores)
+            holder_rank = max(self._first_rank(score) for score in its_scores)
             assert any(
-                number == self.bucket_slots and (bucket not in lowest or own < lowest[bucket][0])
+                number == self.bucket_slots
+                and (bucket not in lowest or holder_rank < lowest[bucket][0])
                 for bucket, number in filled.items()
             ), f"id {id_} was refused, but no bucket is full of better ones"
         for at in missing:

@@ -37,7 +37,9 @@ def counters_of(group: TableGroup) -> list[dict[str, int]]:
 def assert_same_states(group: TableGroup, other: TableGroup, where: object = "") -> None:
     """Fails if two groups differ in a bit or a counter."""
     assert counters_of(group) == counters_of(other), where
-    for table, (mine, its) in enumerate(zip(states_of(group), states_of(other), strict=True)):
-        assert mine.keys() == its.keys()
-        for name in mine:
-            assert torch.equal(mine[name], its[name]), (where, table, name)
+    for table, (actual, expected) in enumerate(
+        zip(states_of(group), states_of(other), strict=True)
+    ):
+        assert actual.keys() == expected.keys()
+        for name in actual:
+            assert torch.equal(actual[name], expected[name]), (where, table, name)

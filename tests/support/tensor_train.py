@@ -103,15 +103,15 @@ def reference_lookup(
         if not pooled:
             parts.append(tables[table][ids])
             continue
-        own = torch.ones(ids.numel(), dtype=torch.float64, device=ids.device)
+        id_weights = torch.ones(ids.numel(), dtype=torch.float64, device=ids.device)
         if weights is not None:
-            own = weights[span].double()
+            id_weights = weights[span].double()
         summed = functional.embedding_bag(
             ids,
             tables[table],
             ends - ends[0],
             mode="sum",
-            per_sample_weights=own,
+            per_sample_weights=id_weights,
             include_last_offset=True,
         )
         if mean:
@@ -133,18 +133,18 @@ def reference_lookup_by_sums(
     size, lengths = bags.batch_size, bags.offsets.diff()
     parts, first = [], 0
     for feature, table in enumerate(feature_tables):
-        own = lengths[feature * size : (feature + 1) * size]
-        last = first + int(own.sum())
+        feature_lengths = lengths[feature * size : (feature + 1) * size]
+        last = first + int(feature_lengths.sum())
         rows = tables[table][bags.ids[first:last]]
         if weights is not None and pooled:
             rows = rows * weights[first:last, None]
         first = last
         if pooled:
             of_bag = torch.zeros(size, rows.shape[0], dtype=rows.dtype, device=rows.device)
-            bag = torch.repeat_interleave(torch.arange(size, device=rows.device), own)
+            bag = torch.repeat_interleave(torch.arange(size, device=rows.device), feature_lengths)
             of_bag[bag, torch.arange(rows.shape[0], device=rows.device)] = 1
             rows = of_bag @ rows
-            rows = rows / own.clamp(min=1)[:, None] if mean else rows
+            rows = rows / feature_lengths.clamp(min=1)[:, None] if mean else rows
         parts.append(rows)
     return torch.cat(parts, dim=1 if pooled else 0)
 
@@ -160,13 +160,19 @@ def magnitudes(
 ) -> list[Tensor]:
     """Computes sums of absolute values for the output, each core's gradient, and, with weights, the
     weights' gradient."""
-    cores = [[core.detach().double().abs().requires_grad_() for core in own] for own in cores]
+    cores = [
+        [core.detach().double().abs().requires_grad_() for core in table_cores]
+        for table_cores in cores
+    ]
     weights = None if weights is None else weights.detach().double().abs().requires_grad_()
-    tables = [dense_table(s, own) for s, own in zip(shapes, cores, strict=True)]
+    tables = [dense_table(s, table_cores) for s, table_cores in zip(shapes, cores, strict=True)]
     out = reference_lookup(tables, feature_tables, bags, weights=weights, **arguments)
     if grad is None:
         return [out.detach()]
-    inputs = [*(core for own in cores for core in own), *([] if weights is None else [weights])]
+    inputs = [
+        *(core for table_cores in cores for core in table_cores),
+        *([] if weights is None else [weights]),
+    ]
     grads = torch.autograd.grad(out, inputs, grad.double().abs(), allow_unused=True)
     filled = [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, grads, strict=True)]
     return [out.detach(), *filled]

@@ -97,8 +97,10 @@ class ThreadWire(Wire):
         tensor.copy_(_REDUCTIONS[op](self._exchange.exchange(self.rank, tensor)))
 
     def _all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        for part, its in zip(parts, self._exchange.exchange(self.rank, tensor), strict=True):
-            part.copy_(its)
+        for part, tensor_of_rank in zip(
+            parts, self._exchange.exchange(self.rank, tensor), strict=True
+        ):
+            part.copy_(tensor_of_rank)
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

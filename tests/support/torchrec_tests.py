@@ -63,7 +63,7 @@ class DenseSharder(BackendEmbeddingBagCollectionSharder):
 
     def shard(self, module, params, env, device=None, module_fqn=None):
         """Shards the module with all tables on the backend."""
-        ours = {
+        dense_params = {
             name: BackendParameterSharding.wrap(
                 dataclasses.replace(sharding, compute_kernel=KERNEL),
                 "hkv",
@@ -71,7 +71,7 @@ class DenseSharder(BackendEmbeddingBagCollectionSharder):
             )
             for name, sharding in params.items()
         }
-        sharded = super().shard(module, ours, env, device, module_fqn)
+        sharded = super().shard(module, dense_params, env, device, module_fqn)
         assert set(sharded._planned) == set(params)
         return sharded
 

@@ -173,8 +173,8 @@ class ToyLookup(GroupLookup):
     def load_table(self, key: str, state: Mapping[str, torch.Tensor]) -> None:
         table = self._table(key)
         spec = ToyBackend().state_spec(table.shard, table.optimizer)
-        for name, wanted in spec.items():
-            if name not in state or tuple(state[name].shape) != wanted.shape:
+        for name, tensor_spec in spec.items():
+            if name not in state or tuple(state[name].shape) != tensor_spec.shape:
                 raise ValueError(f"The state of toy table {key!r} does not fit in {name!r}.")
         used = state["used"].nonzero().flatten().tolist()
         ids = state["ids"].tolist()

@@ -56,19 +56,19 @@ class TrainedShards:
             [[self.random.randrange(-8, 9) / 8 for _ in range(DIM)] for _ in ids], np.float32
         ).reshape(-1, DIM)
         before = [group.counters()[0] for group in self.shards.groups]
-        for group, own, at in self.shards.split(ids):
+        for group, shard_ids, at in self.shards.split(ids):
             anchor = torch.empty(0, requires_grad=True)
-            offsets = torch.arange(len(own) + 1)
+            offsets = torch.arange(len(shard_ids) + 1)
             rate = torch.tensor(float(RATE))
-            out = group.train_lookup(anchor, own, offsets, None, len(own), False, rate)
+            out = group.train_lookup(anchor, shard_ids, offsets, None, len(shard_ids), False, rate)
             out.backward(torch.from_numpy(gradients)[at])
         step = self.shards.groups[0].clock
         assert all(group.clock == step for group in self.shards.groups)
         now, size = self.shards.state(), len(self.model)
-        made = initial_rows(
+        new_rows = initial_rows(
             torch.tensor(ids, dtype=torch.int64), DIM, table="t", initializer=Uniform(-1, 1)
         ).numpy()
-        for id_, gradient, row in zip(ids, gradients, made, strict=True):
+        for id_, gradient, row in zip(ids, gradients, new_rows, strict=True):
             old = self.model.pop(id_, None)
             if id_ not in now:
                 continue
@@ -78,14 +78,14 @@ class TrainedShards:
             if old is not None and self._expire is not None and step - old[2] > self._expire:
                 self.model[id_] = fresh if now[id_] == fresh else self.model[id_]
         self._discard(now, set(ids))
-        came = left = 0
+        inserted = left = 0
         for group, old in zip(self.shards.groups, before, strict=True):
             new, slots = group.counters()[0], group.full_slots(0)
-            came += new["inserted"] - old["inserted"]
+            inserted += new["inserted"] - old["inserted"]
             left += sum(new[why] - old[why] for why in ("evicted", "expired"))
             # Nothing is evicted before a table is full.
             assert new["evicted"] == old["evicted"] or new["size"] + new["expired"] > 0.9 * slots
-        assert len(now) == size + came - left
+        assert len(now) == size + inserted - left
 
     def _trained(self, entry: tuple, gradient: np.ndarray, step: int) -> tuple:
         row, velocity = (np.frombuffer(part, np.float32) for part in entry[:2])
@@ -112,8 +112,8 @@ class TrainedShards:
 
     def erase(self) -> None:
         ids = self.random.sample(self._pool[:200], self.random.randrange(30))
-        for group, own, _ in self.shards.split(ids):
-            group.erase(own, torch.tensor([0, len(own)]), 1)
+        for group, shard_ids, _ in self.shards.split(ids):
+            group.erase(shard_ids, torch.tensor([0, len(shard_ids)]), 1)
         for id_ in ids:
             self.model.pop(id_, None)
         self.check()
@@ -121,13 +121,13 @@ class TrainedShards:
     def assign(self) -> None:
         """Assigns rows without a lookup, to ids in the table and to others."""
         ids = self.random.sample(self._pool[:200], self.random.randrange(10))
-        held = sorted(self.model.keys() - set(ids))
-        ids += self.random.sample(held, min(len(held), self.random.randrange(20)))
+        other_ids = sorted(self.model.keys() - set(ids))
+        ids += self.random.sample(other_ids, min(len(other_ids), self.random.randrange(20)))
         rows = np.array([[self.random.random() for _ in range(DIM)] for _ in ids], np.float32)
         rows = rows.reshape(-1, DIM)
-        for group, own, at in self.shards.split(ids):
-            offsets = torch.tensor([0, len(own)])
-            group.assign_rows(own, offsets, 1, torch.from_numpy(rows)[at])
+        for group, shard_ids, at in self.shards.split(ids):
+            offsets = torch.tensor([0, len(shard_ids)])
+            group.assign_rows(shard_ids, offsets, 1, torch.from_numpy(rows)[at])
         for id_, row in zip(ids, rows, strict=True):
             if id_ in self.model:
                 self.model[id_] = (row.tobytes(), *self.model[id_][1:])

@@ -94,8 +94,8 @@ def model_contents(model: Any) -> dict[str, dict[int, dict[str, list[float]]]]:
         slots = state.occupied.nonzero().flatten()
         scores = state.scores[slots].tolist() if state.scores.numel() else [0] * len(slots)
         found[key] = {
-            id_: {"row": row, "state": its, "score": score, "step": step}
-            for id_, row, its, score, step in zip(
+            id_: {"row": row, "state": row_state, "score": score, "step": step}
+            for id_, row, row_state, score, step in zip(
                 state.ids[slots].tolist(),
                 state.rows[slots].float().tolist(),
                 state.states[slots].tolist() if state.states.numel() else [[]] * len(slots),

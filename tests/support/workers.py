@@ -35,13 +35,13 @@ def take_share(environment: MutableMapping[str, str]) -> None:
     worker = environment.get("PYTEST_XDIST_WORKER")
     if worker is None:
         return
-    mine = share(
+    worker_share = share(
         int(worker.removeprefix("gw")),
         int(environment["PYTEST_XDIST_WORKER_COUNT"]),
         os.cpu_count() or 1,
         torch.cuda.device_count(),
     )
     if "OMP_NUM_THREADS" not in environment:
-        torch.set_num_threads(int(mine["OMP_NUM_THREADS"]))
-    for name, value in mine.items():
+        torch.set_num_threads(int(worker_share["OMP_NUM_THREADS"]))
+    for name, value in worker_share.items():
         environment.setdefault(name, value)

@@ -173,8 +173,8 @@ def fit_works(
         counts = torch.cat([counts, torch.ones(len(times), 1, dtype=torch.float64)], dim=1)
     scaled = counts / measured[:, None]
     norms = scaled.norm(dim=0).clamp_min(1e-300)
-    scaled, wanted = scaled / norms, target / measured
-    best = _nonnegative(scaled, wanted)
+    scaled, targets = scaled / norms, target / measured
+    best = _nonnegative(scaled, targets)
     constants = dict(zip(names, (best / norms).tolist(), strict=True))
     return constants if fixed is None else {**constants, FIXED: fixed}
 

@@ -75,12 +75,14 @@ class AveragedTensors:
 def _packed(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Groups tensors of one device that share a call: several small tensors, or a large one."""
     some: list[torch.Tensor] = []
-    taken = 0
+    packed_values = 0
     for tensor in tensors:
-        if some and (taken + tensor.numel() > _PACKED_VALUES or tensor.device != some[0].device):
+        if some and (
+            packed_values + tensor.numel() > _PACKED_VALUES or tensor.device != some[0].device
+        ):
             yield some
-            some, taken = [], 0
+            some, packed_values = [], 0
         some.append(tensor)
-        taken += tensor.numel()
+        packed_values += tensor.numel()
     if some:
         yield some

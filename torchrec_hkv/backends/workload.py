@@ -135,10 +135,10 @@ class IdFrequencies:
     def _distinct(self, lookups: float, beyond: float) -> float:
         total, expected, skipped = self.lookups, 0.0, float(beyond)
         for count, each in self.histogram:
-            left = max(count - skipped, 0.0)
+            remaining = max(count - skipped, 0.0)
             skipped = max(skipped - count, 0.0)
-            if left:
-                expected += left * _chance(lookups, each / total)
+            if remaining:
+                expected += remaining * _chance(lookups, each / total)
         return expected
 
     def share_of(self, rows: float) -> float:

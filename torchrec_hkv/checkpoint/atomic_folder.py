@@ -58,8 +58,8 @@ class AtomicFolder:
                 f"{self.path} is not a checkpoint and would be replaced by one: name a folder that "
                 "doesn't exist, or an earlier checkpoint."
             )
-        for left in (self.saving, self.previous):
-            _check_only_saved(left)
+        for leftover in (self.saving, self.previous):
+            _check_only_saved(leftover)
         if self.saving.exists():
             shutil.rmtree(self.saving)
         self.saving.mkdir(parents=True)
@@ -105,8 +105,8 @@ class AtomicFolder:
                 self.path.rename(self.previous)
             self.saving.rename(self.path)
         sync_folder(self.path.absolute().parent)
-        for left in (self.previous, self.saving):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (self.previous, self.saving):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def newest(self) -> Path:
         """The last complete checkpoint, also if a save was killed between its two renames.

@@ -199,17 +199,17 @@ class Chain:
                 )
         self._check_exists(names, last, newest)
         layers: list[tuple[Path, Record]] = []
-        wanted = None  # digest that the predecessor must have
+        expected = None  # digest that the predecessor must have
         for number in range(last, -1, -1):
             folder = self._folder(names, number, layers)
             link = Link.read(folder)
             if link.name != folder.name:
                 raise ValueError(f"{folder} is another checkpoint: it was saved as {link.name!r}.")
             digest = digest_of(folder)
-            if wanted is not None and digest != wanted:
+            if expected is not None and digest != expected:
                 raise ValueError(
                     f"{layers[-1][0]} does not follow {folder}: it adds to a checkpoint of digest "
-                    f"{wanted}, but this one has {digest}. One of them is of another chain."
+                    f"{expected}, but this one has {digest}. One of them is of another chain."
                 )
             if newest is not None and number == newest.number and digest != newest.digest:
                 raise ValueError(
@@ -217,7 +217,7 @@ class Chain:
                     f"{self._root / NEWEST} names {newest.digest}."
                 )
             layers.append((folder, Record.read(folder)))
-            wanted = link.previous
+            expected = link.previous
             if link.kind == "base":
                 return layers
         raise ValueError(

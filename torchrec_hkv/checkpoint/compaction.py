@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify, saved_shards
 from torchrec_hkv.checkpoint.record import TENSORS, Record, TableRecord, TableShardRecord
 from torchrec_hkv.checkpoint.tensors import file_size, verify_file
 from torchrec_hkv.file_sync import sync_folder
-from torchrec_hkv.progress import Progress, advance, reported
+from torchrec_hkv.progress import TaskProgress, advance, reported
 
 #: Default memory limit of a merge, in bytes.
 BATCH_BYTES = 512 << 20
@@ -84,7 +84,7 @@ def compact(
     return place.path
 
 
-def _verify(layers: Layers, options: FileOptions, task: Progress) -> None:
+def _verify(layers: Layers, options: FileOptions, task: TaskProgress) -> None:
     folder, record = layers[0]
     jobs: list[tuple[int, Callable[[], None]]] = [
         (file.bytes, lambda name=name, file=file: verify_file(folder / name, file))

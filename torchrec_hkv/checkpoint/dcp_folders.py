@@ -15,7 +15,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
@@ -122,22 +122,24 @@ class _DcpLoad:
         self._take_model(alike)
         if self._optimizer is not None:
             self._take_optimizer(self._optimizer, undo)
-        wanted = flat("", self._state)
-        wanted = {key.removeprefix("."): value for key, value in wanted.items()}
+        expected = flat("", self._state)
+        expected = {key.removeprefix("."): value for key, value in expected.items()}
         if not self._strict:
-            wanted = {key: value for key, value in wanted.items() if key in self._folder.entries}
-        check_match(self._path, self._folder.metadata, wanted)
-        for key, value in wanted.items():
+            expected = {
+                key: value for key, value in expected.items() if key in self._folder.entries
+            }
+        check_match(self._path, self._folder.metadata, expected)
+        for key, value in expected.items():
             if not isinstance(value, Tensor):
                 self._reader.check_value(key, value)
-        self._expected = [key for key, value in wanted.items() if isinstance(value, Tensor)]
+        self._expected = [key for key, value in expected.items() if isinstance(value, Tensor)]
         self.bytes = sum(self._folder.bytes(key) for key in self._expected)
         self.bytes += sum(source.bytes for source in self._sources.values())
 
     def check_tensors(self) -> None:
         """Checks that entries are what the metadata describes. Each is checked by one rank."""
-        wanted = on_every_rank(lambda: self._expected)
-        rank_keys = share_of_rank(sorted({key for keys in wanted for key in keys}))
+        expected = on_every_rank(lambda: self._expected)
+        rank_keys = share_of_rank(sorted({key for keys in expected for key in keys}))
         on_every_rank(lambda: self._reader.check_tensors(rank_keys))
 
     def _has(self, name: str) -> bool:
@@ -253,9 +255,9 @@ class _DcpLoad:
         for shard in rank_shards:
             heads.setdefault(lookups[shard.key], {})[shard.key] = head
             loads[shard.key].begin(head)
-        given = rank_shards[0].options.score_source is not None
+        has_given_scores = rank_shards[0].options.score_source is not None
         for batch in source.read(self._options.batch_bytes // 4):
-            entries = completed(batch, source, optimizer, clock, given_scores=given)
+            entries = completed(batch, source, optimizer, clock, given_scores=has_given_scores)
             for shard in rank_shards:
                 put_entries(loads[shard.key], shard, entries)
             advance(len(batch["ids"]) * source.entry_bytes)

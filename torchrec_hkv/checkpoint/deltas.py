@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain, Link, digest_of
@@ -163,10 +163,10 @@ class DeltaWriter:
         )
         layers = on_leader(lambda: read_saved(self._root))
         folder, record = layers[0]
-        seen = on_every_rank(
+        is_tracked = on_every_rank(
             lambda: lost == 0 and start_trackers(folder, record, tables, options, self._trackers)
         )
-        if all(seen):
+        if all(is_tracked):
             self._last = on_leader(self._name_newest)
             self._deltas = len(layers) - 1
         return lost
@@ -298,8 +298,8 @@ class _Timer:
         if self._seconds is None or steps < self._next_check:
             return False
         passed = on_leader(lambda: time.monotonic() - self._began)
-        left = (self._seconds - passed) / max(passed, 1e-6) * steps
-        self._next_check = steps + max(1, min(int(left), steps))
+        remaining_steps = (self._seconds - passed) / max(passed, 1e-6) * steps
+        self._next_check = steps + max(1, min(int(remaining_steps), steps))
         return passed >= self._seconds
 
 

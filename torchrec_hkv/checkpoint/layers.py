@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import SavedFolder, SavedShard
+from torchrec_hkv.backends.save_types import SavedFolder, SavedShard
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Chain
 from torchrec_hkv.checkpoint.dcp_folders import refuse_dcp_folder

@@ -67,8 +67,8 @@ def put_learning_rates(optimizer: KeyedOptimizer, saved: Mapping[str, Mapping[st
     """Puts the values of :func:`learning_rates` into the groups of an optimizer. Groups whose
     parameters have no saved value stay unchanged."""
     for group, names in _groups(optimizer):
-        known = next((saved[name] for name in names if name in saved), {})
-        for key, value in known.items():
+        saved_group = next((saved[name] for name in names if name in saved), {})
+        for key, value in saved_group.items():
             current = group.get(key)
             if isinstance(current, torch.Tensor):
                 current.fill_(value)

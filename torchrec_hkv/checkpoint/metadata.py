@@ -270,8 +270,8 @@ def _check_tiles(
     filled = 0
     for i, chunk in enumerate(chunks):
         ends = zip(chunk.offsets, chunk.sizes, size, strict=False)
-        whole = len(chunk.offsets) == len(chunk.sizes) == len(size)
-        if not whole or any(offset + length > end for offset, length, end in ends):
+        are_complete = len(chunk.offsets) == len(chunk.sizes) == len(size)
+        if not are_complete or any(offset + length > end for offset, length, end in ends):
             raise place.at(i).refuse(
                 [tuple(chunk.offsets), tuple(chunk.sizes)], f"a part of {tuple(size)}"
             )

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, LoadCounts
+from torchrec_hkv.backends.save_types import FileOptions, LoadCounts
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.dcp_folders import is_dcp_folder, load_dcp_folder
@@ -157,8 +157,8 @@ def _verify(
 ) -> None:
     """Verifies this rank's share of all files, or of the files that a load does not verify."""
     folder, record = layers[0]
-    known = [key for key in tables if key in record.tables]
-    of_tables = share_of_rank(files_to_verify(layers, known, but_entries=but_entries))
+    saved_keys = [key for key in tables if key in record.tables]
+    of_tables = share_of_rank(files_to_verify(layers, saved_keys, but_entries=but_entries))
     of_tensors = share_of_rank(sorted(record.files))
     with ThreadPoolExecutor(options.threads) as pool:
         futures = [

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder
+from torchrec_hkv.backends.save_types import FileOptions, SavedFolder
 from torchrec_hkv.checkpoint.agreement import Folder, agreed
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.chain import Link

@@ -180,14 +180,14 @@ class CheckedReader(FileSystemReader):
         ]
         if len(parts) == 1 and entry.chunks[0].sizes == entry.size:
             return parts[0]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         for chunk, part in zip(entry.chunks, parts, strict=True):
             place = tuple(
                 slice(begin, begin + size)
                 for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)
             )
-            whole[place] = part
-        return whole
+            tensor[place] = part
+        return tensor
 
     def _read_part(
         self, key: str, offsets: torch.Size, sizes: torch.Size, dtype: torch.dtype

@@ -50,7 +50,7 @@ class TableShardRecord:
         columns: range ``[first, end)`` of its columns.
         entries: number of entries in its files.
         crc32: checksum of the file that names its files
-            (:class:`torchrec_hkv.backends.saved.SavedFolder`).
+            (:class:`torchrec_hkv.backends.save_types.SavedFolder`).
     """
 
     folder: str

@@ -54,8 +54,8 @@ def export_rows(
         first = shards[0]
         id_batches = part.ids(first, batch) if first.is_local else iter(())
         while True:
-            given = next(id_batches, None) if first.is_local else None
-            ids = _broadcast_vector(given, first.rank, device, part.group)
+            batch_ids = next(id_batches, None) if first.is_local else None
+            ids = _broadcast_vector(batch_ids, first.rank, device, part.group)
             if ids is None:
                 break
             columns = [
@@ -84,8 +84,8 @@ def export_scores(
     for first, *_ in part.rows:
         id_batches = part.ids(first, batch) if first.is_local else iter(())
         while True:
-            given = next(id_batches, None) if first.is_local else None
-            ids = _broadcast_vector(given, first.rank, device, part.group)
+            batch_ids = next(id_batches, None) if first.is_local else None
+            ids = _broadcast_vector(batch_ids, first.rank, device, part.group)
             if ids is None:
                 break
             scores = part.scores_of(first, ids) if first.is_local else None

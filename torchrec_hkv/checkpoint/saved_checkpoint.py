@@ -98,9 +98,9 @@ class OpenedTable:
             for part in first:
                 yield from read_entries(part, names, batch_bytes)
             return
-        wanted = [name for name in names if name != "states"]
+        columns = [name for name in names if name != "states"]
         for owners in self.ranges(batch_bytes):
-            yield self.collect(wanted, batch_bytes, owners)
+            yield self.collect(columns, batch_bytes, owners)
 
     def ranges(self, batch_bytes: int) -> list[tuple[int, int]]:
         """Ranges of owner buckets whose entries, and a copy of them, fit into memory."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, LoadCounts, SavedShard, TablesLoad
+from torchrec_hkv.backends.save_types import FileOptions, LoadCounts, SavedShard, TablesLoad
 from torchrec_hkv.checkpoint.layers import Layers, saved_shards
 from torchrec_hkv.collective import this_rank
 from torchrec_hkv.sharding.modules.collection import ShardedTable
@@ -36,7 +36,7 @@ def open_tables(
         ValueError: a folder is damaged.
     """
     rank = this_rank()
-    wanted: dict[GroupLookup, dict[str, tuple[list[SavedShard], tuple[int, int]]]] = {}
+    by_lookup: dict[GroupLookup, dict[str, tuple[list[SavedShard], tuple[int, int]]]] = {}
     names: dict[GroupLookup, dict[str, str]] = {}
     for key, table in tables.items():
         if not table.has_files:
@@ -45,12 +45,12 @@ def open_tables(
         lookups = table.collection.group_lookups()
         for shard, holder in zip(table.state.shards, table.state.ranks, strict=True):
             if holder == rank:
-                of_group = wanted.setdefault(lookups[shard.key], {})
+                of_group = by_lookup.setdefault(lookups[shard.key], {})
                 of_group[shard.key] = (saved, table.state.owners(shard))
                 names.setdefault(lookups[shard.key], {})[shard.key] = key
     return [
         GroupLoad(lookup.open_files(saved, options), names[lookup])
-        for lookup, saved in wanted.items()
+        for lookup, saved in by_lookup.items()
     ]
 
 

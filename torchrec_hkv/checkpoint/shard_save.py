@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder
+from torchrec_hkv.backends.save_types import FileOptions, SavedFolder
 from torchrec_hkv.checkpoint.record import Record, shard_folder
 from torchrec_hkv.collective import this_rank
 from torchrec_hkv.file_sync import sync_folder

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import SavedFolder
+from torchrec_hkv.backends.save_types import SavedFolder
 from torchrec_hkv.checkpoint.record import TableRecord, TableShardRecord, shard_folder
 from torchrec_hkv.sharding.modules.collection import ShardedTable
 

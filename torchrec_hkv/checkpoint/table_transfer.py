@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
 from torchrec_hkv.backends.protocol import GroupLookup, TableShard
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.progress import advance
 from torchrec_hkv.sharding.modules.collection import BackendCollection, ShardedTable
@@ -109,21 +109,25 @@ def move_entries(
         ValueError: entries found no slot. All ranks raise the same error.
     """
     rows = _by_rows(old)
-    given, taken = old.collection.group_lookups(), new.collection.group_lookups()
+    old_lookups, new_lookups = old.collection.group_lookups(), new.collection.group_lookups()
     rank_shards = _shards_on_rank(new, wire.rank)
-    loads = {s.key: taken[s.key].open_entries(s.key, new.state.owners(s)) for s in rank_shards}
+    loads = {
+        s.key: new_lookups[s.key].open_entries(s.key, new.state.owners(s)) for s in rank_shards
+    }
     first = rows[0][0]
-    rest = given[first[0].key].without_entries(first[0].key) if first[1] == wire.rank else None
+    rest = (
+        old_lookups[first[0].key].without_entries(first[0].key) if first[1] == wire.rank else None
+    )
     head = wire.send(None if rest is None else {_HEAD: rest[_HEAD]}, first[1])[_HEAD].cpu()
     for shard in rank_shards:
-        heads.setdefault(taken[shard.key], {})[shard.key] = head
+        heads.setdefault(new_lookups[shard.key], {})[shard.key] = head
         loads[shard.key].begin(head)
     for shards in rows:
-        for entries in _entries(shards, given, wire):
+        for entries in _entries(shards, old_lookups, wire):
             for shard in rank_shards:
                 put_entries(loads[shard.key], shard, entries)
     for shards in rows:
-        _move_counts(*shards[0], given, loads, wire)
+        _move_counts(*shards[0], old_lookups, loads, wire)
 
     def finish() -> int:
         return sum(load.finish(allow_loss=allow_loss) for load in loads.values())
@@ -202,7 +206,7 @@ def _move_counts(
 
 def move_state(old: ShardedTable, new: ShardedTable, wire: RankTransfer) -> None:
     """Copies the states of a table's shards to equal shards of another table; a collective call."""
-    given, taken = old.collection.group_lookups(), new.collection.group_lookups()
+    old_lookups, new_lookups = old.collection.group_lookups(), new.collection.group_lookups()
     everywhere = isinstance(new.state, ReplicatedState)
     targets = {
         (shard.row_offset, shard.column_offset): (shard, rank)
@@ -211,11 +215,11 @@ def move_state(old: ShardedTable, new: ShardedTable, wire: RankTransfer) -> None
     for shard, rank in zip(old.state.shards, old.state.ranks, strict=True):
         # Every rank has a whole replicated table.
         holder = 0 if isinstance(old.state, ReplicatedState) else rank
-        exported = given[shard.key].export_table(shard.key) if holder == wire.rank else None
+        exported = old_lookups[shard.key].export_table(shard.key) if holder == wire.rank else None
         state = wire.send(exported, holder)
         target, to = targets[shard.row_offset, shard.column_offset]
         if everywhere or to == wire.rank:
-            taken[target.key].load_table(target.key, {k: t.cpu() for k, t in state.items()})
+            new_lookups[target.key].load_table(target.key, {k: t.cpu() for k, t in state.items()})
 
 
 def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: RankTransfer) -> None:
@@ -239,9 +243,9 @@ def move_tensors(old: Mapping[str, Any], new: Mapping[str, Any], wire: RankTrans
     parts: dict[str, list[_Place]] = {}
     for old_parts, _ in described:
         for name, places in old_parts.items():
-            known = parts.setdefault(name, [])
-            known += [place for place in places if place not in known]
-    sizes = {name: size for _, given in described for name, size in given.items()}
+            tensor_parts = parts.setdefault(name, [])
+            tensor_parts += [place for place in places if place not in tensor_parts]
+    sizes = {name: size for _, old_sizes in described for name, size in old_sizes.items()}
     for name in sorted(parts):
         if name in sizes:
             _move_tensor(old.get(name), new.get(name), sorted(parts[name]), sizes[name], wire)
@@ -319,12 +323,12 @@ def _move_row_values(
 ) -> None:
     """Moves states with one value a row, which are stacked over column shards, to another number of
     column shards."""
-    whole = torch.zeros(before, device=wire.device)
+    values = torch.zeros(before, device=wire.device)
     for offsets, sizes, holder in parts:
         payload = {"part": sources[offsets]} if holder == wire.rank else None
-        whole[offsets[0] : offsets[0] + sizes[0]] = wire.send(payload, holder)["part"]
+        values[offsets[0] : offsets[0] + sizes[0]] = wire.send(payload, holder)["part"]
     rows = _common_rows(before, after)
-    stacked = whole.view(-1, rows).mean(0).repeat(after // rows)
+    stacked = values.view(-1, rows).mean(0).repeat(after // rows)
     for (to,), target in targets:
         target.detach().copy_(stacked[to : to + len(target)])
 

@@ -142,9 +142,9 @@ class TensorsLoad:
                 is saved and what is needed, or the file and the impossible value in it.
         """
         with contextlib.ExitStack() as undo:
-            wanted = on_every_rank(lambda: self._check_rank(files, undo))
+            names = on_every_rank(lambda: self._check_rank(files, undo))
             # Each entry is checked by one rank.
-            everybody = sorted({key for keys in wanted for key in keys})
+            everybody = sorted({key for keys in names for key in keys})
             rank, ranks = 0, 1
             if dist.is_initialized():
                 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -155,16 +155,16 @@ class TensorsLoad:
         """Checks what this rank loads. Returns the names of its tensors."""
         metadata = read_metadata(self._folder, files)
         self._reader = CheckedReader(self._folder / TENSORS, metadata)
-        wanted = self._expected(metadata, "model", self._state["model"])
-        check_match(self._folder, metadata, wanted)
+        expected = self._expected(metadata, "model", self._state["model"])
+        check_match(self._folder, metadata, expected)
         if self._optimizer is not None:
             undo.callback(initialise(self._optimizer, set(metadata.state_dict_metadata)))
             self._state.update(optimizer_state(self._optimizer))
             of_optimizer = self._expected(metadata, "optimizer", self._state.get("optimizer", {}))
             check_match(self._folder, metadata, of_optimizer)
-            wanted |= of_optimizer
+            expected |= of_optimizer
         tensors = []
-        for key, value in wanted.items():
+        for key, value in expected.items():
             if isinstance(value, torch.Tensor):
                 tensors.append(key)
             else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchrec_hkv import progress
 from torchrec_hkv.backends import registry
-from torchrec_hkv.backends.saved import FileOptions, SavedShard
+from torchrec_hkv.backends.save_types import FileOptions, SavedShard
 from torchrec_hkv.checkpoint.layers import Layers, files_to_verify
 from torchrec_hkv.checkpoint.metadata import read_metadata
 from torchrec_hkv.checkpoint.record import Record

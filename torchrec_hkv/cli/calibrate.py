@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_count
 from torchrec_hkv.planner.calibration import VARIABLE, Calibration, default_path, is_leader
 
@@ -67,7 +67,7 @@ def check_writable(path: Path) -> None:
         ) from None
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Measures the device, and writes the constants.
 
     Raises:
@@ -115,4 +115,4 @@ def run(arguments: argparse.Namespace) -> Answer:
     }
     kernels = ", ".join(content["kernels"])
     text = f"{measured.device}: {kernels} measured, written to {path}." if leads else ""
-    return Answer(text, content)
+    return CommandResult(text, content)

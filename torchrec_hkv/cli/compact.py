@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import add_memory, memory
+from torchrec_hkv.cli.result import CommandResult
 
 HELP = "merges a chain of deltas into a whole checkpoint"
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Merges a chain."""
     from torchrec_hkv.checkpoint import compact
 
@@ -33,4 +33,4 @@ def run(arguments: argparse.Namespace) -> Answer:
         path = compact(arguments.folder, arguments.into, batch_bytes=memory(arguments))
     except OSError as error:
         raise ValueError(f"Writing failed: {error}") from None
-    return Answer(f"Wrote {path}.", {"folder": arguments.folder, "checkpoint": str(path)})
+    return CommandResult(f"Wrote {path}.", {"folder": arguments.folder, "checkpoint": str(path)})

@@ -18,8 +18,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import add_memory, memory
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_count, parse_id
 
 HELP = "converts stock tables, dumps of dynamicemb and files of rows to a checkpoint, and back"
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Converts a folder or a file."""
     from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         content = convert(arguments.source, arguments.into, options)
     except OSError as error:
         raise ValueError(f"Writing failed: {error}") from None
-    return Answer(_text(arguments.into, content), content)
+    return CommandResult(_text(arguments.into, content), content)
 
 
 def _pair(text: str) -> tuple[str, str]:

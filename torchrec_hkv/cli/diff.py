@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open_folder
+from torchrec_hkv.cli.result import CommandResult
 
 HELP = "how two checkpoints differ, id by id"
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Compares two folders."""
     from torchrec_hkv.checkpoint.comparison import bytes_to_compare, compare
     from torchrec_hkv.progress import reported
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         "only_in": {path: names for path, names in alone.items() if names},
     }
     equal = all(table["equal"] for table in tables.values()) and not content["only_in"]
-    return Answer(_text(content), {**content, "equal": equal}, 0 if equal else 1)
+    return CommandResult(_text(content), {**content, "equal": equal}, 0 if equal else 1)
 
 
 def _text(content: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from torchrec_hkv import _C, __version__
 from torchrec_hkv.backends import registry
-from torchrec_hkv.cli.answer import Answer
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.hash_table import Uniform, initial_rows
 from torchrec_hkv.planner.report import format_bytes
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """This verb has no arguments of its own."""
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Inspects this installation."""
     content = {
         "versions": _versions(),
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     }
     if not _C.has_cuda:
         content["why_no_cuda"] = _why_no_cuda()
-    return Answer(_text(content), content)
+    return CommandResult(_text(content), content)
 
 
 def _versions() -> dict[str, str | None]:

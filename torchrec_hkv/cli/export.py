@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import FOLDER, add_memory, memory, open_folder
+from torchrec_hkv.cli.result import CommandResult
 
 HELP = "ids and rows of a saved table as Parquet, .safetensors or .npy"
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Exports a table."""
     from torchrec_hkv.checkpoint.export_files import export_files
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         content = export_files(table, arguments.into, batch_bytes, with_states=arguments.states)
     except OSError as error:
         raise ValueError(f"Writing failed: {error}") from None
-    return Answer(
+    return CommandResult(
         f"Wrote {content['ids']:,} ids and rows of {content['dim']} values of table "
         f"{content['table']!r} to {arguments.into}.",
         content,

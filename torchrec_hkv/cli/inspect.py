@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import FOLDER, add_memory, add_table, memory, open_folder
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_id
 
 if TYPE_CHECKING:
@@ -36,36 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Inspects a folder."""
     from torchrec_hkv.checkpoint.inspection import bytes_to_inspect, find, inspect_table
     from torchrec_hkv.progress import reported
 
     batch_bytes = memory(arguments)
-    wanted = None if arguments.id is None else parse_id("--id", arguments.id)
+    id_to_find = None if arguments.id is None else parse_id("--id", arguments.id)
     saved = open_folder(arguments.folder)
     tables = list(saved.tables.values())
     if arguments.table is not None:
         tables = [saved.table(arguments.table)]
     backend_tables = [table for table in tables if table.parts is not None]
-    if wanted is not None:
-        found = {table.name: find(table, wanted, batch_bytes) for table in backend_tables}
+    if id_to_find is not None:
+        found = {table.name: find(table, id_to_find, batch_bytes) for table in backend_tables}
         content: dict[str, Any] = {
-            "id": wanted,
+            "id": id_to_find,
             "tables": {
                 name: None if entry is None else dataclasses.asdict(entry)
                 for name, entry in found.items()
             },
         }
         code = 0 if any(entry is not None for entry in found.values()) else 1
-        return Answer(_id_text(content), content, code)
+        return CommandResult(_id_text(content), content, code)
     content = _folder(saved)
     with reported("Inspecting", sum(map(bytes_to_inspect, backend_tables))):
         content["tables"] = [
             inspect_table(table, batch_bytes) if table.parts is not None else _by_number(table)
             for table in tables
         ]
-    return Answer(_text(content), content)
+    return CommandResult(_text(content), content)
 
 
 def _folder(saved: SavedCheckpoint) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from torchrec.optim import RowWiseAdagrad
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.hkv import HKVOptions
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.plan_replay import PlannedReplay, replay_lines
 from torchrec_hkv.cli.planning import MAX_GPUS, Machines, Planning, TableArgument
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner import ParameterConstraints
 from torchrec_hkv.planner.memory import Memory, ReportedPlan, describe_memory
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Plans the tables.
 
     Raises:
@@ -136,13 +136,13 @@ def run(arguments: argparse.Namespace) -> Answer:
     if machines.gpus > MAX_GPUS:
         raise ValueError(f"--gpus is {machines.gpus}, but must be at most {MAX_GPUS}.")
     constraint, replay = _constraint(arguments), _replay(arguments, names)
-    asked = {table.name: table.rows for table in tables}
+    requested_rows = {table.name: table.rows for table in tables}
     planning = Planning(
         [_with_rows(table, replay) for table in tables],
         _OPTIMIZERS[arguments.optimizer],
         {
             name: constraint if replay is None else replay.constraint(name, constraint, rows)
-            for name, rows in asked.items()
+            for name, rows in requested_rows.items()
         },
         constraint.sharding_types,
         _batch_size(arguments),
@@ -167,14 +167,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         "tables": {name: tables[name] for name in names},
     }
     for key in ("hbm", "host"):
-        given = [0] * machines.gpus
+        used_bytes = [0] * machines.gpus
         for table in tables.values():
             for rank, count in zip(table["ranks"], table[key], strict=True):
-                given[rank] += count
-        content[f"{key}_per_gpu"] = max(given)
+                used_bytes[rank] += count
+        content[f"{key}_per_gpu"] = max(used_bytes)
     if replay is not None:
         content["replay"] = {
-            name: replay.expected(name, sum(_distinct_rows(tables[name])), asked[name])
+            name: replay.expected(name, sum(_distinct_rows(tables[name])), requested_rows[name])
             for name in names
             if name in replay.tables
         }
@@ -184,7 +184,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         ]
     else:
         content["fits_on_gpus"] = planning.enough_gpus(machines)
-    return Answer(_text(content, shown, machines), content, 0 if fits else 1)
+    return CommandResult(_text(content, shown, machines), content, 0 if fits else 1)
 
 
 def _table(text: str) -> TableArgument:

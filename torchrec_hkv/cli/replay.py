@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.replay_arguments import (
     DTYPES,
     OPTIMIZERS,
@@ -32,6 +31,7 @@ from torchrec_hkv.cli.replay_arguments import (
     settings,
 )
 from torchrec_hkv.cli.replay_plot import check_plot, write_plot
+from torchrec_hkv.cli.result import CommandResult
 from torchrec_hkv.cli.sizes import parse_bytes, parse_count
 from torchrec_hkv.planner.report import columns, format_bytes
 from torchrec_hkv.replay import (
@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="write the results as JSON, for the planner")
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Replays the log.
 
     Raises:
@@ -182,7 +182,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         write_plot(arguments.plot, replayed, target)
     target_met = target is None or all(table.meeting(target) for table in replayed.values())
     text = _text(log.name, replayed_log, answers, seconds)
-    return Answer(text, _content(replayed_log, answers), 0 if target_met else 1)
+    return CommandResult(text, _content(replayed_log, answers), 0 if target_met else 1)
 
 
 @dataclasses.dataclass(frozen=True)

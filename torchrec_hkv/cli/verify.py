@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from torchrec_hkv.cli.answer import Answer
 from torchrec_hkv.cli.folders import FOLDER, add_memory, memory, open_folder
+from torchrec_hkv.cli.result import CommandResult
 
 HELP = "whether all files of a checkpoint, a chain or a saved hash table are whole"
 
@@ -21,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory(parser)
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> CommandResult:
     """Verifies a folder."""
-    from torchrec_hkv.backends.saved import FileOptions
+    from torchrec_hkv.backends.save_types import FileOptions
     from torchrec_hkv.checkpoint.verification import verify
 
     options = FileOptions(memory(arguments), threads=4)
@@ -31,4 +31,4 @@ def run(arguments: argparse.Namespace) -> Answer:
     damage = verify(saved, options)
     content = {"folder": str(saved.path), "whole": not damage, "damage": damage}
     text = "\n".join(damage) if damage else f"{saved.path} is whole."
-    return Answer(text, content, 1 if damage else 0)
+    return CommandResult(text, content, 1 if damage else 0)

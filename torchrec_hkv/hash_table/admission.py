@@ -59,9 +59,9 @@ class MinFrequency(Admission):
     def __post_init__(self) -> None:
         _check_int("MinFrequency: count", self.count, 2, 65535)
         if (self.entries is None) == (self.sketch_bytes is None):
-            given = "neither" if self.entries is None else "both"
+            which = "neither" if self.entries is None else "both"
             raise ValueError(
-                f"MinFrequency: {given} of entries and sketch_bytes was given, but exactly one "
+                f"MinFrequency: {which} of entries and sketch_bytes was given, but exactly one "
                 "must be: how many ids to count exactly, or the size of a sketch."
             )
         if self.entries is not None:

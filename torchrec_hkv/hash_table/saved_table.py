@@ -16,7 +16,7 @@ from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.eviction import EvictionPolicy
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.table_spec import TableSpec
-from torchrec_hkv.progress import Progress, reported
+from torchrec_hkv.progress import TaskProgress, reported
 from torchrec_hkv.write_behind import (
     STAGING_BYTES,
     THREADS,
@@ -92,7 +92,7 @@ class SavedTable:
         handle.close()
         return handle
 
-    def _saving(self, path: str | os.PathLike[str]) -> AbstractContextManager[Progress]:
+    def _saving(self, path: str | os.PathLike[str]) -> AbstractContextManager[TaskProgress]:
         return reported(f"Saving {Path(path).name}", files.saved_bytes(self._group, 0))
 
     def load(

@@ -87,14 +87,14 @@ def _group_sizes(group: TableGroup) -> list[list[int]]:
 
 def _lookup_probe(lookup: GroupLookup, prefix: str, keys: Sequence[str]) -> Probe:
     def counts() -> Tensor:
-        given = lookup.device_counters()
-        if given is None:
+        counters = lookup.device_counters()
+        if counters is None:
             rows = [lookup.counters(key) for key in keys]
             return torch.tensor([[row.get(name, 0) for name in DEVICE_FIELDS] for row in rows])
-        rows = torch.stack([given.values[list(given.keys).index(key)] for key in keys])
-        if tuple(given.names) == DEVICE_FIELDS:
+        rows = torch.stack([counters.values[list(counters.keys).index(key)] for key in keys])
+        if tuple(counters.names) == DEVICE_FIELDS:
             return rows
-        columns = dict(zip(given.names, rows.unbind(1), strict=True))
+        columns = dict(zip(counters.names, rows.unbind(1), strict=True))
         none = torch.zeros_like(rows[:, 0])
         return torch.stack([columns.get(name, none) for name in DEVICE_FIELDS], dim=1)
 

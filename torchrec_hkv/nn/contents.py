@@ -16,7 +16,7 @@ _BATCH = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
-class TableContents:
+class Contents:
     """Entries of one table in slot order.
 
     Attributes:
@@ -33,13 +33,13 @@ class TableContents:
     scores: Tensor
     states: Tensor
 
-    def split(self, size: int) -> Iterator[TableContents]:
+    def split(self, size: int) -> Iterator[Contents]:
         """Splits the entries into parts of at most ``size``."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         for first in range(0, len(self.ids), size):
-            yield TableContents(*(t[first : first + size] if len(t) else t for t in fields))
+            yield Contents(*(t[first : first + size] if len(t) else t for t in fields))
 
-    def with_states(self, ids: Tensor, states: Tensor) -> TableContents:
+    def with_states(self, ids: Tensor, states: Tensor) -> Contents:
         """The same entries with new optimizer states; zeros for ids that are not in ``ids``.
 
         Args:
@@ -47,9 +47,9 @@ class TableContents:
             states: float32 ``[m, width]``.
         """
         found, at = positions(ids, self.ids)
-        taken = states.new_zeros(len(self.ids), states.shape[1])
-        taken[found] = states[at[found]]
-        return dataclasses.replace(self, states=taken)
+        selected_states = states.new_zeros(len(self.ids), states.shape[1])
+        selected_states[found] = states[at[found]]
+        return dataclasses.replace(self, states=selected_states)
 
 
 def positions(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def positions(ids: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
     return ordered[at] == queries, order[at]
 
 
-def take(group: TableGroup, table: int) -> TableContents:
+def take(group: TableGroup, table: int) -> Contents:
     """A consistent copy of a table's contents. Synchronizes with the device."""
     with group.unchanged():
         slots = group.select_slots(table)
@@ -78,10 +78,10 @@ def take(group: TableGroup, table: int) -> TableContents:
             [tensor.cpu() for tensor in _ops.read_slots(group.handle, table, part)]
             for part in (slots.split(_BATCH) if slots.numel() else (slots,))
         ]
-    return TableContents(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return Contents(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def put(group: TableGroup, table: int, contents: TableContents) -> None:
+def put(group: TableGroup, table: int, contents: Contents) -> None:
     """Inserts entries into a table that holds none of their ids.
 
     The group's clock must not be before the entries' last steps.
@@ -105,7 +105,7 @@ def put(group: TableGroup, table: int, contents: TableContents) -> None:
     group.fill_frames(table)
 
 
-def _put_part(group: TableGroup, table: int, part: TableContents, width: int) -> int:
+def _put_part(group: TableGroup, table: int, part: Contents, width: int) -> int:
     """Inserts entries; returns how many found no slot."""
     states = part.states
     if states.shape[1] != width:

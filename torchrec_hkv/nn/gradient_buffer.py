@@ -118,10 +118,10 @@ class GradientBuffer:
         sizes = tuple(tables[first].bincount(minlength=self._group.num_features).tolist())
         batch_size = max(sizes)
         starts = torch.tensor([0, *sizes]).cumsum(0)[:-1].to(slots.device)
-        of = tables[first]
-        bag = torch.arange(len(distinct), device=slots.device) - starts[of]
+        table_of_id = tables[first]
+        bag = torch.arange(len(distinct), device=slots.device) - starts[table_of_id]
         grad = grads.new_zeros(batch_size * len(sizes), self._dim)
-        grad.index_add_(0, (bag * len(sizes) + of)[where], grads)
+        grad.index_add_(0, (bag * len(sizes) + table_of_id)[where], grads)
         summed = PendingGradient(
             grad=grad.view(batch_size, len(sizes) * self._dim),
             ids=ids[first],

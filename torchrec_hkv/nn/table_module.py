@@ -26,7 +26,7 @@ from torchrec_hkv.nn.marker import Marker
 from torchrec_hkv.nn.module_state import load_state, saved_names, saved_state
 from torchrec_hkv.nn.replicas import refuse_replicas
 from torchrec_hkv.nn.table_plan import checked_plan
-from torchrec_hkv.nn.tables import EvictionState, Tables
+from torchrec_hkv.nn.tables import Progress, Tables
 
 _INSTEAD_OF_REPLICAS = (
     "shard tables with DistributedModelParallel and the backend 'hkv', or keep this embedding "
@@ -338,7 +338,7 @@ class TableModule(nn.Module):
         state["_saved"] = (
             self._tables.plan,
             self._tables.contents(),
-            EvictionState.read(group),
+            Progress.read(group),
             steps,
         )
         state["_saved_training"] = (self._tables.is_trained, self.anchor.requires_grad)
@@ -375,8 +375,8 @@ class TableModule(nn.Module):
     ) -> None:
         names = saved_names(self._tables.plan, self._prefixes)
         missing = [prefix + name for name in names if prefix + name not in state_dict]
-        given = [key for key in state_dict if key.startswith(prefix)]
-        unexpected_keys.extend(k for k in given if k.removeprefix(prefix) not in names and strict)
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        unexpected_keys.extend(k for k in keys if k.removeprefix(prefix) not in names and strict)
         if missing:
             missing_keys.extend(missing)
             return

@@ -30,7 +30,7 @@ _MAX_ROWS = 1 << 58
 
 
 @dataclasses.dataclass(frozen=True)
-class TablePlan:
+class Plan:
     """The properties of a module's tables.
 
     Attributes:
@@ -77,7 +77,7 @@ def checked_plan(
     seed: int | None,
     device: torch.device | str | None,
     remember_evicted: int | None,
-) -> TablePlan:
+) -> Plan:
     """Checks the arguments of a module and makes its plan, with SGD as optimizer.
 
     Args:
@@ -107,7 +107,7 @@ def checked_plan(
     if grad_buffer_hbm_gb is None:
         raise ValueError("grad_buffer_hbm_gb is None, but must be a positive number of GiB.")
     limit = gib_to_bytes("grad_buffer_hbm_gb", grad_buffer_hbm_gb)
-    return TablePlan(
+    return Plan(
         names=tuple(names),
         dim=embedding_dim,
         max_capacity=max_capacity,
@@ -123,7 +123,7 @@ def checked_plan(
     )
 
 
-def make_group(plan: TablePlan) -> tuple[TableGroup, int]:
+def make_group(plan: Plan) -> tuple[TableGroup, int]:
     """Makes a group; returns it with the capacity of its tables.
 
     Raises:

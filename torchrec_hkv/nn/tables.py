@@ -12,11 +12,11 @@ from torch import Tensor
 from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.groups.accumulation import PendingGradient, as_one_batch
 from torchrec_hkv.nn import contents
-from torchrec_hkv.nn.contents import TableContents
+from torchrec_hkv.nn.contents import Contents
 from torchrec_hkv.nn.gradient_buffer import GradientBuffer, bag_offsets
 from torchrec_hkv.nn.lookup import LookupFunction, PinScope, SlotLookup
 from torchrec_hkv.nn.marker import Marker, graph_task
-from torchrec_hkv.nn.table_plan import TablePlan, make_group
+from torchrec_hkv.nn.table_plan import Plan, make_group
 from torchrec_hkv.nn.warn import warn
 
 _ops = torch.ops.torchrec_hkv
@@ -27,7 +27,7 @@ _OUTDATED = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class EvictionState:
+class Progress:
     """Clock, epoch and aging of tables.
 
     Attributes:
@@ -41,7 +41,7 @@ class EvictionState:
     aging: tuple[tuple[float, float, float] | None, ...]
 
     @classmethod
-    def read(cls, group: TableGroup) -> EvictionState:
+    def read(cls, group: TableGroup) -> Progress:
         """Reads the progress of a group. Synchronizes with the device."""
         aging = tuple(group.measured_aging(table) for table in range(len(group.tables)))
         return cls(group.clock, group.epoch, aging)
@@ -66,7 +66,7 @@ class Tables:
         ValueError: not even the initial capacity fits in memory, or the group refuses an argument.
     """
 
-    def __init__(self, plan: TablePlan, marker: Marker) -> None:
+    def __init__(self, plan: Plan, marker: Marker) -> None:
         self.marker = marker
         #: Whether an optimizer of this package or ``apply_gradients`` trains the tables.
         self.is_trained = False
@@ -74,7 +74,7 @@ class Tables:
         self._offsets: dict[tuple[int, ...], Tensor] = {}
         self._set(plan, *make_group(plan))
 
-    def _set(self, plan: TablePlan, group: TableGroup, capacity: int) -> None:
+    def _set(self, plan: Plan, group: TableGroup, capacity: int) -> None:
         self.plan = plan
         self.group = group
         self.capacity = capacity
@@ -110,8 +110,8 @@ class Tables:
         offsets, batch_size = self._offsets_of(sizes), max(sizes)
         interval = None
         if training:
-            given = None if scores is None else torch.cat(list(scores))
-            slots, interval = self._find_or_insert(flat, offsets, batch_size, given)
+            joined_scores = None if scores is None else torch.cat(list(scores))
+            slots, interval = self._find_or_insert(flat, offsets, batch_size, joined_scores)
         else:
             slots = self.group.find(flat, offsets, batch_size)
         weights = None
@@ -274,15 +274,15 @@ class Tables:
 
     # -- state of all tables -----------------------------------------------------------------------
 
-    def contents(self) -> list[TableContents]:
+    def contents(self) -> list[Contents]:
         """The contents of each table. Synchronizes with the device."""
         return [contents.take(self.group, table) for table in range(len(self.plan.names))]
 
     def replace(
         self,
-        plan: TablePlan,
-        loaded: Sequence[TableContents] | None = None,
-        eviction_state: EvictionState | None = None,
+        plan: Plan,
+        loaded: Sequence[Contents] | None = None,
+        eviction_state: Progress | None = None,
         steps: Tensor | None = None,
     ) -> None:
         """Rebuilds the tables, with their own or with loaded contents.
@@ -304,7 +304,7 @@ class Tables:
         before, was_empty = self.plan, not any(self.group.sizes())
         stored = self.contents() if loaded is None else loaded
         progress_before, steps_before = (
-            EvictionState.read(self.group),
+            Progress.read(self.group),
             self.group.optimizer_steps.clone(),
         )
         if was_empty:  # frees the old tables first, because their memory may be needed
@@ -327,9 +327,9 @@ class Tables:
 
     def _rebuilt(
         self,
-        plan: TablePlan,
-        stored: Sequence[TableContents],
-        eviction_state: EvictionState,
+        plan: Plan,
+        stored: Sequence[Contents],
+        eviction_state: Progress,
         steps: Tensor,
     ) -> tuple[TableGroup, int]:
         group, capacity = make_group(plan)

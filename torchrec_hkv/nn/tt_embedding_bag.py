@@ -20,7 +20,7 @@ from torchrec_hkv.nn.tt_tables import (
 from torchrec_hkv.tensor_train import Precision, TTDistribution, TTShape, make_shape, to_dense
 from torchrec_hkv.tensor_train.fused_rows import check_hot_row_optimizer
 from torchrec_hkv.tensor_train.hot_row_lookup import lookup_with_hot_rows
-from torchrec_hkv.tensor_train.hot_rows import HotRowCache
+from torchrec_hkv.tensor_train.hot_rows import HotRows
 
 
 class TTEmbeddingBag(nn.Module):
@@ -124,8 +124,10 @@ class TTEmbeddingBag(nn.Module):
         ):
             if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
                 raise TypeError(f"{name} is {size!r}, but must be an integer.")
-        asked = cache_size != 0 or hashtbl_size is not None or cache_populate_every is not None
-        if asked and not use_cache:
+        has_cache_arguments = (
+            cache_size != 0 or hashtbl_size is not None or cache_populate_every is not None
+        )
+        if has_cache_arguments and not use_cache:
             raise ValueError(
                 f"cache_size is {cache_size}, hashtbl_size {hashtbl_size} and cache_populate_every "
                 f"{cache_populate_every}, but use_cache is False: leave them out, or set "
@@ -150,11 +152,11 @@ class TTEmbeddingBag(nn.Module):
             precision=precision,
             strict=strict,
         )
-        self.hot_rows: HotRowCache | None = None
+        self.hot_rows: HotRows | None = None
         if use_cache:
             check_hot_row_optimizer(fused)
             counted = 4 * cache_size if hashtbl_size is None else hashtbl_size
-            self.hot_rows = HotRowCache(shape, cache_size, counted, fused, device or "cpu")
+            self.hot_rows = HotRows(shape, cache_size, counted, fused, device or "cpu")
 
     @property
     def shape(self) -> TTShape:
@@ -245,7 +247,7 @@ class TTEmbeddingBag(nn.Module):
         return ids, torch.cat([starts, starts.new_full((1,), ids.numel())])
 
     def _with_cache(
-        self, hot: HotRowCache, ids: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
+        self, hot: HotRows, ids: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
         if self.training and torch.is_grad_enabled():
             refuse_replicas(
@@ -303,7 +305,7 @@ class TTEmbeddingBag(nn.Module):
         """
         self._cache().tally.zero_()
 
-    def _cache(self) -> HotRowCache:
+    def _cache(self) -> HotRows:
         if self.hot_rows is None:
             raise ValueError("this TTEmbeddingBag has no cache: make it with use_cache=True.")
         return self.hot_rows

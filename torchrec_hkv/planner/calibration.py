@@ -85,20 +85,20 @@ class Calibration:
         Raises:
             ValueError: a name is unknown, or can't be measured.
         """
-        known = [FUSED, *registry.names()]
-        wanted = known if names is None else list(names)
-        for name in wanted:
-            if name not in known:
-                raise ValueError(f"{name!r} can't be calibrated: allowed are {known}.")
+        backend_names = [FUSED, *registry.names()]
+        measured_names = backend_names if names is None else list(names)
+        for name in measured_names:
+            if name not in backend_names:
+                raise ValueError(f"{name!r} can't be calibrated: allowed are {backend_names}.")
         constants: dict[str, Constants] = {}
         times: dict[int, tuple[StageTimes, float | None]] = {}
         with contextlib.ExitStack() as stack:
             timers: dict[int, StageTimer] = {}
-            if FUSED in wanted:
+            if FUSED in measured_names:
                 timers = stack.enter_context(stage_timers(device))
             # Stages are also measured in between, because the speed of the host varies.
             _measure_stages(timers, progress)
-            for name in wanted:
+            for name in measured_names:
                 found = _constants(name, device, progress) if is_leader() else None
                 if found is not None:
                     constants[name] = found

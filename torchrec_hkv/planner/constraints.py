@@ -208,9 +208,11 @@ def _candidates(
     """The candidates: each backend with its options, or once for each of its options. If a backend
     has several options, the user has chosen the sizes; otherwise open sizes may be chosen by the
     planner."""
-    given = [options] if options is None or isinstance(options, BackendOptions) else list(options)
+    all_options = (
+        [options] if options is None or isinstance(options, BackendOptions) else list(options)
+    )
     found: dict[str, list[BackendOptions]] = {name: [] for name in names}
-    for one in given:
+    for one in all_options:
         if one is None:
             continue
         takers = [name for name in names if isinstance(one, registry.get(name).options_type)]
@@ -270,12 +272,12 @@ def _check_numbers(table: str, constraint: StockParameterConstraints) -> None:
 def _check_sharding_types(
     table: str, choice: KernelChoice, constraint: StockParameterConstraints
 ) -> None:
-    asked = constraint.sharding_types
-    if choice.has_stock or not asked:
+    requested = constraint.sharding_types
+    if choice.has_stock or not requested:
         return
     served = {kind for name in choice.backends for kind in served_sharding_types(name)}
-    if not served & set(asked):
-        check_sharding_type(table, choice.backends[0], asked)
+    if not served & set(requested):
+        check_sharding_type(table, choice.backends[0], requested)
 
 
 def _check_stock_only_fields(

@@ -105,12 +105,18 @@ def _placed(
     names = [kernel for kernel in kernels if kernel in registry.names()]
     if not names:
         return changed
-    given = getattr(constraint, "options", None)
-    given = () if given is None else given if isinstance(given, tuple) else (given,)
+    user_options = getattr(constraint, "options", None)
+    user_options = (
+        ()
+        if user_options is None
+        else user_options
+        if isinstance(user_options, tuple)
+        else (user_options,)
+    )
     options = []
     for name in names:
         backend = registry.get(name)
-        of_backend = [one for one in given if isinstance(one, backend.options_type)]
+        of_backend = [one for one in user_options if isinstance(one, backend.options_type)]
         options += [backend.on_host(one) for one in of_backend or [backend.options_type()]]
     return dataclasses.replace(_converted(changed), options=tuple(dict.fromkeys(options)))
 

@@ -279,15 +279,15 @@ class BackendEnumerator(EmbeddingEnumerator):
 
     def _check_ids(self, option: ShardingOption, choice: KernelChoice) -> None:
         """Raises if a kernel takes row numbers but the table has other ids."""
-        seen = choice.frequencies
-        if seen is None or seen.lowest is None or seen.highest is None:
+        frequencies = choice.frequencies
+        if frequencies is None or frequencies.lowest is None or frequencies.highest is None:
             return
         if is_backend_option(option) and registry.get(option.backend).routes_by_hash(
             option.backend_options
         ):
             return
         rows = config_of(option).num_embeddings
-        outside = seen.lowest if seen.lowest < 0 else seen.highest
+        outside = frequencies.lowest if frequencies.lowest < 0 else frequencies.highest
         if not 0 <= outside < rows:
             raise ValueError(
                 f"table '{full_name(option)}': its frequencies have id {outside}, but "

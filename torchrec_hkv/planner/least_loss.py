@@ -19,10 +19,10 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import BackendOptions
-from torchrec_hkv.planner.budget import MissingMemory
 from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.levels import TableLevels, levels_of
 from torchrec_hkv.planner.loss_bounds import Table
+from torchrec_hkv.planner.missing_memory import MissingMemory
 from torchrec_hkv.planner.option_selection import FittingPlan, OptionSelector
 from torchrec_hkv.planner.options import full_name, is_backend_option, kernel_of
 from torchrec_hkv.planner.packing import ShardNeeds
@@ -87,11 +87,11 @@ class LeastLoss:
         selected: list[ShardingOption] = []
         settled = 0.0
         for options in by_table.values():
-            whole = [option for option in options if not loss(option).is_lossy]
-            if not whole and not self._is_settled(options):
+            lossless = [option for option in options if not loss(option).is_lossy]
+            if not lossless and not self._is_settled(options):
                 return []
-            settled += 0.0 if whole else loss(options[0]).value
-            selected += whole or options
+            settled += 0.0 if lossless else loss(options[0]).value
+            selected += lossless or options
         return (
             selected if settled <= (math.inf if self._max_loss is None else self._max_loss) else []
         )
@@ -112,9 +112,9 @@ class LeastLoss:
         if not tables or any(not table.all for table in tables):
             return []
         levels = [table.all[0] for table in tables]
-        known = option_selector.find_fitting(levels)
+        fitting = option_selector.find_fitting(levels)
         found = option_selector.find_fastest(
-            [[level] for level in levels], [] if known is None else [known]
+            [[level] for level in levels], [] if fitting is None else [fitting]
         )
         return [] if found is None else [found.options]
 
@@ -203,13 +203,13 @@ class LeastLoss:
             near: the plan that was found for less memory. If there are many tables, only the tables
                 that might lose in that search are tried, with sizes near those in the plan.
         """
-        room = _with_more(self._available_topology(), more)
+        topology = _with_more(self._available_topology(), more)
         max_loss = math.inf if self._max_loss is None or any_loss else self._max_loss
         max_time = math.inf if self._max_time is None or any_time else self._max_time
-        option_selector = self._option_selector(room)
+        option_selector = self._option_selector(topology)
 
         def search(thinning: Thinning) -> LeastLossSearch:
-            levels = self._levels(space, room, any_loss, thinning)
+            levels = self._levels(space, topology, any_loss, thinning)
             return LeastLossSearch(levels, option_selector, max_loss, max_time)
 
         if not _are_many(space):
@@ -243,8 +243,8 @@ class LeastLoss:
         loss = self._enumerator().loss
         sizes: dict[Table, float] = {}
         for option in space:
-            table, taken = (option.path, option.name), ShardNeeds(option)
-            size = math.inf if loss(option).is_lossy else taken.hbm + taken.host
+            table, needs = (option.path, option.name), ShardNeeds(option)
+            size = math.inf if loss(option).is_lossy else needs.hbm + needs.host
             sizes[table] = min(size, sizes.get(table, math.inf))
         order = sorted(sizes, key=lambda table: -sizes[table])
         count = _FIRST_LISTED
@@ -339,7 +339,7 @@ class LeastLoss:
     def _fastest(self, space: list[ShardingOption], more: int = 0) -> FittingPlan | None:
         """The fastest plan within the bound on loss."""
         assert self._max_loss is not None
-        room, minimum = (
+        topology, minimum = (
             _with_more(self._available_topology(), more),
             self.find_least_loss(space, more),
         )
@@ -348,14 +348,14 @@ class LeastLoss:
         thinning = EVERY_VARIANT
         if _are_many(space):
             thinning = Thinning.coarse(None, self._bounded(space)).refined(_chosen(minimum.options))
-        levels = self._levels(space, room, thinning=thinning)
+        levels = self._levels(space, topology, thinning=thinning)
         if any(not table.all for table in levels.values()):
             return None
         allowed = [
             [level for level in table.all if level.loss.value <= self._max_loss]
             for table in levels.values()
         ]
-        option_selector = self._option_selector(room, self._max_loss)
+        option_selector = self._option_selector(topology, self._max_loss)
         return option_selector.find_fastest(allowed, [minimum.options])
 
     def _levels(

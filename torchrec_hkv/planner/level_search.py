@@ -64,8 +64,8 @@ class LevelSearch:
         self._fixed_memory = memory_of(level for level in fixed.values() if level is not None)
         # Lower bounds on loss and price: of the fixed tables, and of the free tables from each
         # index on.
-        taken = sum(bound.size(level) for level in fixed.values() if level is not None)
-        self._base = bound.price * (taken - bound.capacity)
+        used = sum(bound.size(level) for level in fixed.values() if level is not None)
+        self._base = bound.price * (used - bound.capacity)
         costs = [bound.cheapest[table] for table in free]
         self._after = [*itertools.accumulate(reversed(costs), initial=0.0)][::-1]
 
@@ -151,8 +151,10 @@ class LevelSearch:
                     continue
                 others = {**current, lowered: lower}
                 del others[raised]
-                known = _loss(others)
-                self._search_last_table(raised, others, known, _loss(current) - known - EQUAL)
+                loss_of_others = _loss(others)
+                self._search_last_table(
+                    raised, others, loss_of_others, _loss(current) - loss_of_others - EQUAL
+                )
 
     def _next_smaller(self, table: Table, level: LossLevel) -> LossLevel | None:
         chain = [each for each in self._search.lossy(table) if each.chain == level.chain]
@@ -174,15 +176,17 @@ class LevelSearch:
         if not rest:
             self._try(chosen)
             return
-        known = _loss(chosen)
+        chosen_loss = _loss(chosen)
         if len(rest) == 1:
-            self._search_last_table(rest[0], chosen, known)
+            self._search_last_table(rest[0], chosen, chosen_loss)
             return
         after = sum(self._search.lossy(table)[0].loss.value for table in rest[1:])
         price, size = self._bound.price, self._bound.size
         for level in self._search.lossy(rest[0]):
             loss = level.loss.value
-            if not self._search.count_visited_level() or not self._is_better(known + loss + after):
+            if not self._search.count_visited_level() or not self._is_better(
+                chosen_loss + loss + after
+            ):
                 break
             then = cost + loss + price * size(level)
             if self._is_better(self._base + then + self._after[place + 1]):
@@ -196,7 +200,7 @@ class LevelSearch:
         self,
         table: Table,
         chosen: Mapping[Table, LossLevel],
-        known: float,
+        chosen_loss: float,
         maximum: float = math.inf,
     ) -> None:
         """Finds the level of the last table: in each chain, the largest size that fits.
@@ -204,7 +208,7 @@ class LevelSearch:
         Args:
             table: the table.
             chosen: the levels of the other tables.
-            known: sum of their losses.
+            chosen_loss: sum of their losses.
             maximum: only levels with less loss than this are tried.
         """
         chains: dict[tuple[str, ...], list[LossLevel]] = {}
@@ -217,7 +221,9 @@ class LevelSearch:
         )
         for chain in sorted(chains.values(), key=lambda levels: levels[0].loss.value):
             if maximum == math.inf:
-                candidates = [level for level in chain if self._is_better(known + level.loss.value)]
+                candidates = [
+                    level for level in chain if self._is_better(chosen_loss + level.loss.value)
+                ]
             else:
                 candidates = chain
             # Levels before `low` do not fit.

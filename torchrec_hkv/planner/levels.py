@@ -88,20 +88,20 @@ def levels_of(
     found = {}
     for table, by_loss in grouped.items():
         levels = [_level(losses[key], key[2], by_loss[key]) for key in sorted(by_loss)]
-        whole = [level for level in levels if not level.loss.is_lossy]
+        lossless = [level for level in levels if not level.loss.is_lossy]
         lossy = tuple(level for level in levels if level.loss.is_lossy)
-        found[table] = TableLevels(whole[0] if whole else None, lossy)
+        found[table] = TableLevels(lossless[0] if lossless else None, lossy)
     return found
 
 
 def _level(loss: TableLoss, chain: tuple[str, ...], options: Sequence[ShardingOption]) -> LossLevel:
-    taken = [_memory(option) for option in options]
+    memory = [_memory(option) for option in options]
     return LossLevel(
         loss,
         tuple(options),
-        min(hbm for hbm, _ in taken),
-        min(host for _, host in taken),
-        min(hbm + host for hbm, host in taken),
+        min(hbm for hbm, _ in memory),
+        min(host for _, host in memory),
+        min(hbm + host for hbm, host in memory),
         chain,
         min(map(_largest, options)),
     )

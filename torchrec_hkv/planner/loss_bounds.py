@@ -112,12 +112,12 @@ class ScarceResource:
     def min_lossy_tables(self) -> int | None:
         """The least number of tables that must lose, besides those that always do; None if there is
         not enough even if all lose."""
-        taken = self._fixed + sum(self._lossless_size.values())
-        taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
+        used = self._fixed + sum(self._lossless_size.values())
+        used += sum(self._hulls[table].points[-1][1] for table in self._forced)
         savings = sorted((max(self.max_saving(table), 0) for table in self._open), reverse=True)
         for count, saved in enumerate([0.0, *savings]):
-            taken -= saved
-            if taken <= self._capacity * (1 + 1e-12):
+            used -= saved
+            if used <= self._capacity * (1 + 1e-12):
                 return count
         return None
 
@@ -146,9 +146,9 @@ class ScarceResource:
 
     def _missing(self) -> float:
         """How much is missing if only the tables that must lose do."""
-        taken = self._fixed + sum(self._lossless_size.values())
-        taken += sum(self._hulls[table].points[-1][1] for table in self._forced)
-        return taken - self._capacity * (1 + 1e-12)
+        used = self._fixed + sum(self._lossless_size.values())
+        used += sum(self._hulls[table].points[-1][1] for table in self._forced)
+        return used - self._capacity * (1 + 1e-12)
 
     def bound(self, count: int) -> LossBound:
         """The bound if ``count`` tables lose besides those that must.
@@ -168,14 +168,14 @@ class ScarceResource:
 
     def _used(self, price: float, count: int) -> float:
         """How much the best levels at a price take."""
-        taken = self._fixed + sum(self._hulls[table].at(price)[1] for table in self._forced)
+        used = self._fixed + sum(self._hulls[table].at(price)[1] for table in self._forced)
         gains = []
         for table in self._open:
             loss, size = self._hulls[table].at(price)
-            whole = self._lossless_size[table]
-            taken += whole
-            gains.append((loss + price * (size - whole), size - whole))
-        return taken + sum(size for _, size in heapq.nsmallest(count, gains))
+            lossless_size = self._lossless_size[table]
+            used += lossless_size
+            gains.append((loss + price * (size - lossless_size), size - lossless_size))
+        return used + sum(size for _, size in heapq.nsmallest(count, gains))
 
     def _bound(self, price: float) -> LossBound:
         cheapest = {}

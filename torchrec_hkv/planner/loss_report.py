@@ -93,13 +93,13 @@ def _remaining_memory(
     """Free memory of the fullest rank of a table."""
     ranks = {shard.rank for shard in option.shards if shard.rank is not None}
     on_host = topology.compute_device == "cpu"
-    left = {
+    free = {
         device.rank: device.storage.ddr if on_host else device.storage.hbm
         for device in topology.devices
         if device.rank in ranks
     }
     for other in plan:
         for shard in other.shards:
-            if shard.rank in left and shard.storage is not None:
-                left[shard.rank] -= shard.storage.ddr if on_host else shard.storage.hbm
-    return format_bytes(max(min(left.values(), default=0), 0))
+            if shard.rank in free and shard.storage is not None:
+                free[shard.rank] -= shard.storage.ddr if on_host else shard.storage.hbm
+    return format_bytes(max(min(free.values(), default=0), 0))

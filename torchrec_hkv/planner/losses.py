@@ -55,15 +55,15 @@ def loss_of(
     if not is_backend_option(option):
         return NO_LOSS
     parts = tuple(_kept_quality(option, frequencies))
-    given = {**MEASURED, **(curves or {})}
-    return TableLoss(sum(given[part.kind].loss(part.share) for part in parts), parts)
+    all_curves = {**MEASURED, **(curves or {})}
+    return TableLoss(sum(all_curves[part.kind].loss(part.share) for part in parts), parts)
 
 
 def _kept_quality(
     option: BackendShardingOption, frequencies: IdFrequencies | None
 ) -> Sequence[Kept]:
     config = config_of(option)
-    whole = [[config.num_embeddings, config.embedding_dim]]
-    (table,) = config_shards(config, None, whole, [[0, 0]], option.backend_options)
+    full_size = [[config.num_embeddings, config.embedding_dim]]
+    (table,) = config_shards(config, None, full_size, [[0, 0]], option.backend_options)
     dtype = data_type_to_dtype(config.data_type)
     return registry.get(option.backend).kept(table, config.num_embeddings, dtype, frequencies)

@@ -17,8 +17,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_hkv.planner.budget import MissingMemory, missing_bytes
 from torchrec_hkv.planner.levels import LossLevel
+from torchrec_hkv.planner.missing_memory import MissingMemory, missing_bytes
 from torchrec_hkv.planner.option_sets import OptionSet, SizedOption, fits_wherever
 from torchrec_hkv.planner.options import is_backend_option
 from torchrec_hkv.planner.packing import (
@@ -290,8 +290,8 @@ class OptionSelector:
     ) -> FittingPlan:
         """Changes the option of one table at a time while the plan improves."""
         before: FittingPlan | None = None
-        left = _MAX_PLACED
-        while best is not before and left > 0:
+        placements_left = _MAX_PLACED
+        while best is not before and placements_left > 0:
             before = best
             for index, old_option in enumerate(before.options):
                 plan, current = best.options, self._needs(old_option)
@@ -303,11 +303,11 @@ class OptionSelector:
                 )
                 for option in by_table[old_option.path, old_option.name]:
                     parts = self._needs(option)
-                    if left <= 0 or not self._may_fit(
+                    if placements_left <= 0 or not self._may_fit(
                         hbm + parts.hbm, host + parts.host, total_time + parts.time, best.time
                     ):
                         continue
-                    left -= shards
+                    placements_left -= shards
                     changed = [*plan[:index], option, *plan[index + 1 :]]
                     best = self._better(best, changed, losses) or best
         return best

@@ -24,8 +24,6 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_hkv import environment
 from torchrec_hkv.collective import on_leader
-from torchrec_hkv.planner.alternatives import why_rejected
-from torchrec_hkv.planner.budget import missing_bytes, refusal, smallest_options, too_large
 from torchrec_hkv.planner.calibration import Calibration, calibration_for
 from torchrec_hkv.planner.constraints import choices, translated
 from torchrec_hkv.planner.defaults import completed
@@ -33,11 +31,13 @@ from torchrec_hkv.planner.enumerator import BackendEnumerator
 from torchrec_hkv.planner.least_loss import LeastLoss
 from torchrec_hkv.planner.loss_report import loss_reports
 from torchrec_hkv.planner.memory import ReportedPlan, rank_memory
+from torchrec_hkv.planner.missing_memory import missing_bytes, refusal, smallest_options, too_large
 from torchrec_hkv.planner.model_checks import check_model
 from torchrec_hkv.planner.options import disadvantage
 from torchrec_hkv.planner.partitioner import SearchingPartitioner
 from torchrec_hkv.planner.proposer import LossOrderedProposer
 from torchrec_hkv.planner.quality_curve import check_loss, check_time
+from torchrec_hkv.planner.rejections import why_rejected
 from torchrec_hkv.planner.report import LossReport, ReplicaGroups
 from torchrec_hkv.planner.table_reports import TableReporter
 from torchrec_hkv.progress import reported
@@ -157,8 +157,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
 
     def _available_topology(self) -> Topology:
         """Topology with the memory available for tables, for the current plan."""
-        room = self._storage_reservation.last_reserved_topology
-        return self._topology if room is None else room
+        topology = self._storage_reservation.last_reserved_topology
+        return self._topology if topology is None else topology
 
     def _lossless_options(self, space: list[ShardingOption]) -> list[ShardingOption]:
         """The options without loss. Also stores all options for the report."""
@@ -235,8 +235,8 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             path: reporter.module_plan(path, module_plan, options, rejected, losses, sharders)
             for path, module_plan in plan.plan.items()
         }
-        room = self._storage_reservation.last_reserved_topology
-        memory = [] if room is None else rank_memory(plans.values(), options.values(), room)
+        topology = self._storage_reservation.last_reserved_topology
+        memory = [] if topology is None else rank_memory(plans.values(), options.values(), topology)
         return ReportedPlan(plans, memory)
 
     def collective_plan(
@@ -263,20 +263,20 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self, error: PlannerError, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> PlannerError:
         """An error that names tables and missing bytes if memory is the reason, else TorchRec's."""
-        room = self._storage_reservation.last_reserved_topology
+        topology = self._storage_reservation.last_reserved_topology
         kinds = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
-        if error.error_type not in kinds or room is None:
+        if error.error_type not in kinds or topology is None:
             return error
         space = self._enumerator.enumerate(module, sharders)
         options = self._least_loss.smallest_options(space)
-        missing = missing_bytes(smallest_options(options, room), room)
+        missing = missing_bytes(smallest_options(options, topology), topology)
         if not missing:
-            missing = missing_bytes(smallest_options(options, room, fit_ranks=False), room)
+            missing = missing_bytes(smallest_options(options, topology, fit_ranks=False), topology)
         if not missing:
             return self._least_loss.refusal(space) or error
         return PlannerError(
             error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
-            message=refusal(missing, room) + too_large(options, room),
+            message=refusal(missing, topology) + too_large(options, topology),
         )
 
     def _loss_reports(
@@ -311,7 +311,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
     ) -> dict[tuple[str, str], dict[str, str]]:
         """The reasons why other kernels were not chosen, by path and table."""
-        plan, room = self._best_plan or [], self._storage_reservation.last_reserved_topology
+        plan, topology = self._best_plan or [], self._storage_reservation.last_reserved_topology
         left_open = [
             option
             for option in plan
@@ -319,7 +319,7 @@ class EmbeddingShardingPlanner(StockEmbeddingShardingPlanner):
             and (not choice.is_settled or choice.leaves_sizes)
             if choice.backends
         ]
-        if not left_open or room is None:
+        if not left_open or topology is None:
             return {}
         best = self._perf_model.rate(plan)
         by_table: dict[tuple[str, str], list[ShardingOption]] = defaultdict(list)

@@ -75,9 +75,9 @@ class GreedyProposer(Proposer):
             return
         stored = [shard.storage for shard in options[following - 1].shards if shard.storage]
         hbm, host = [each.hbm for each in stored], [each.ddr for each in stored]
-        taken = (max(hbm), sum(hbm), max(host), sum(host))
-        if any(taken):
-            heapq.heappush(self._largest, ((-taken[0], -taken[1], -taken[2], -taken[3]), index))
+        memory = (max(hbm), sum(hbm), max(host), sum(host))
+        if any(memory):
+            heapq.heappush(self._largest, ((-memory[0], -memory[1], -memory[2], -memory[3]), index))
 
     def _time(self, option: ShardingOption) -> float:
         times = [shard.perf.total for shard in option.shards if shard.perf is not None]
@@ -127,10 +127,10 @@ class LossOrderedProposer(Proposer):
     ) -> None:
         """Implements TorchRec's hook: takes the options of all tables."""
         self._space, self._waiting, self._best, self._index = search_space, None, None, 0
-        whole = self._without_loss(search_space)
-        self._proposers = self._proposers_of(whole) if whole else []
+        lossless = self._without_loss(search_space)
+        self._proposers = self._proposers_of(lossless) if lossless else []
         for proposer in self._proposers:
-            proposer.load(search_space=whole, enumerator=enumerator)
+            proposer.load(search_space=lossless, enumerator=enumerator)
 
     def _proposers_of(self, lossless: list[ShardingOption]) -> list[Proposer]:
         if self._custom_proposers is not None:

@@ -153,8 +153,10 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
 
     def traffic(self) -> Traffic:
         """Bytes that a rank sends in a step, on average."""
-        known = [report.traffic for report in self.reports.values() if report.traffic is not None]
-        return sum(known, Traffic())
+        traffics = [
+            report.traffic for report in self.reports.values() if report.traffic is not None
+        ]
+        return sum(traffics, Traffic())
 
     def sync_bytes(self, rank: int) -> float:
         """Bytes that a rank sends in a sync of the replicas.
@@ -200,7 +202,10 @@ class ReportedModulePlan(EmbeddingModuleShardingPlan):
         for name, report in self.reports.items():
             if report.options:
                 tables.setdefault(report.options, []).append(name)
-        lines = [_wrapped(f"options of {', '.join(of)}: {text}") for text, of in tables.items()]
+        lines = [
+            _wrapped(f"options of {', '.join(tables_of_options)}: {text}")
+            for text, tables_of_options in tables.items()
+        ]
         return "\n" + "\n".join(lines) + "\n" if lines else ""
 
     def _uncalibrated(self) -> str:

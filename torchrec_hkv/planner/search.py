@@ -169,8 +169,8 @@ class LeastLossSearch:
             ScarceResource(self._tables, lambda level: level.host, host),
         ]
         if self._max_time < math.inf and self._option_selector.adds_times:
-            room = self._max_time * self._option_selector.num_ranks * (1 + 1e-9)
-            found.append(ScarceResource(self._tables, self._option_selector.min_time, room))
+            total_time = self._max_time * self._option_selector.num_ranks * (1 + 1e-9)
+            found.append(ScarceResource(self._tables, self._option_selector.min_time, total_time))
         return found
 
     def _best_of(

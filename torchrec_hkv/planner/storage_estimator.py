@@ -61,9 +61,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
         for option in filter(is_backend_option, sharding_options):
             fused_params = sharder_fused_params(option, args, kwargs)
             optimizer = applied_optimizer(option.name, option.tensor, fused_params)
-            taken = self._storage(option, optimizer, self._load(option))
+            storages = self._storage(option, optimizer, self._load(option))
             for shard, counted, shard_storage in zip(
-                option.shards, stock_table_bytes(option), taken, strict=True
+                option.shards, stock_table_bytes(option), storages, strict=True
             ):
                 shard.storage += shard_storage
                 shard.storage -= Storage(0, counted) if on_host else Storage(counted, 0)
@@ -92,9 +92,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 ]
                 of_origin[id(origin)] = (buffers, optimizer, load)
             buffers, optimizer, load = of_origin[id(origin)]
-            taken = self._storage(option, optimizer, load)
+            storages = self._storage(option, optimizer, load)
             sums: dict[tuple[int, int, int, int], Storage] = {}
-            for shard, buffer, shard_storage in zip(option.shards, buffers, taken, strict=True):
+            for shard, buffer, shard_storage in zip(option.shards, buffers, storages, strict=True):
                 key = (buffer.hbm, buffer.ddr, shard_storage.hbm, shard_storage.ddr)
                 shard.storage = sums.setdefault(key, buffer + shard_storage)
 

@@ -6,9 +6,9 @@ Uses the backend ``hkv``, its tables and the planner's id frequencies; independe
 from torchrec_hkv.replay.log import Ids, Log, LogError, Part
 from torchrec_hkv.replay.open_log import FORMATS, open_log
 from torchrec_hkv.replay.policy import Policy, Rule, evictions
+from torchrec_hkv.replay.replayed_log import Capacity, ReplayedLog
 from torchrec_hkv.replay.result import Curve, Point, Replayed
 from torchrec_hkv.replay.run import TableSettings, replay
-from torchrec_hkv.replay.saved import Capacity, ReplayedLog
 
 __all__ = [
     "FORMATS",

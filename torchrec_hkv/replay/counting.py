@@ -138,8 +138,8 @@ def frequencies(
     histogram: list[tuple[int, float]] = []
     if others.numel():
         # The total number of lookups is known, so the other ids have the remaining lookups.
-        left = lookups - float(hot_counts.sum())
-        scale = max(left * sample.rate / float(others.sum()), 0.5)
+        remaining = lookups - float(hot_counts.sum())
+        scale = max(remaining * sample.rate / float(others.sum()), 0.5)
         for number, each in IdFrequencies.of_counts(others).histogram:
             histogram.append((max(1, round(number / sample.rate)), scale * each))
     if hot.numel():

@@ -93,14 +93,14 @@ class Curve:
             rows: number of rows. Above the last point its hit rate is returned; below the first
                 point the hit rate is proportional to the rows.
         """
-        known = self.by_fewest_rows
-        counts = [count for count, _ in known]
+        by_rows = self.by_fewest_rows
+        counts = [count for count, _ in by_rows]
         at = bisect.bisect_left(counts, rows)
         if at == len(counts):
-            return known[-1][1]
+            return by_rows[-1][1]
         if at == 0:
-            return known[0][1] * max(rows, 0.0) / counts[0]
-        (low, before), (high, behind) = known[at - 1], known[at]
+            return by_rows[0][1] * max(rows, 0.0) / counts[0]
+        (low, before), (high, behind) = by_rows[at - 1], by_rows[at]
         share = math.log(rows / low) / math.log(high / low)
         return before + share * (behind - before)
 
@@ -108,14 +108,14 @@ class Curve:
     def by_fewest_rows(self) -> list[tuple[int, float]]:
         """Rows and hit rates, by ascending rows: those of the points, but with the fewest rows
         instead of more than the table has ids."""
-        known: list[tuple[int, float]] = []
+        selected: list[tuple[int, float]] = []
         for point in self.points:
-            before = known[-1][0] if known else 0
+            before = selected[-1][0] if selected else 0
             if point.rows > before:
-                known.append((max(point.fewest_rows, before + 1), point.hit_rate))
+                selected.append((max(point.fewest_rows, before + 1), point.hit_rate))
                 if point.fewest_rows < point.rows:
                     break
-        return known
+        return selected
 
 
 @dataclasses.dataclass(frozen=True)

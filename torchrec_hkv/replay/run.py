@@ -135,7 +135,7 @@ def _next_steps(
         tasks += [(one.splitter.work, one.splitter.steps, part) for one in running]
     # The longest come first, so that the threads end at about the same time.
     tasks.sort(key=lambda task: -task[0])
-    results = [pool.submit(run, given) for _, run, given in tasks]
+    results = [pool.submit(run, argument) for _, run, argument in tasks]
     steps_by_run = {
         run: future.result() for (_, run, _), future in zip(tasks, results, strict=True)
     }
@@ -189,13 +189,15 @@ class _Running:
             for tables in self.tables
             for setting, counted in zip(tables.settings, tables.counts(), strict=True)
         }
-        seen = frequencies(counter, self._sample, self.frequent, lookups, self.splitter.bounds)
+        id_frequencies = frequencies(
+            counter, self._sample, self.frequent, lookups, self.splitter.bounds
+        )
         return Replayed(
             name=self.name,
             lookups=lookups,
-            distinct=seen.num_ids,
+            distinct=id_frequencies.num_ids,
             unlimited_hit_rate=self._hit_rate(self.counted.misses)[0],
-            frequencies=seen,
+            frequencies=id_frequencies,
             curves=tuple(
                 Curve(policy, self._points(policy, counts)) for policy in self._table.policies
             ),

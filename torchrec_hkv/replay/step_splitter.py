@@ -59,10 +59,13 @@ class StepSplitter:
                 values.numel(), torch.stack(torch.aminmax(values)) if len(values) else values
             )
         else:
-            taken = sample_ids(values, self.windows.counted, self._sample)
-            self._update_bounds(values.numel(), taken.bounds)
-            self.windows.update(taken, values.numel())
-            at, groups = taken.positions[taken.smaller], groups_of(taken.hashes[taken.smaller])
+            sampled = sample_ids(values, self.windows.counted, self._sample)
+            self._update_bounds(values.numel(), sampled.bounds)
+            self.windows.update(sampled, values.numel())
+            at, groups = (
+                sampled.positions[sampled.smaller],
+                groups_of(sampled.hashes[sampled.smaller]),
+            )
             values = values[at]
             samples = at if samples is None else samples[at]
         first = self._samples // self._batch_size
@@ -74,10 +77,10 @@ class StepSplitter:
         steps = self._sampled_cutter.cut(first, values, groups, _ends(samples, bounds), ids.values)
         if self._full_cutter is None:
             return steps
-        whole = self._full_cutter.cut(
+        unsampled = self._full_cutter.cut(
             first, ids.values, None, _ends(ids.samples, bounds), ids.values
         )
-        return dataclasses.replace(steps, whole=whole)
+        return dataclasses.replace(steps, unsampled=unsampled)
 
     def last(self) -> Steps:
         """The last step, if the log ended within one."""
@@ -85,7 +88,7 @@ class StepSplitter:
         steps = self._sampled_cutter.last(first)
         if self._full_cutter is None or steps.ends.numel() == 0:
             return steps
-        return dataclasses.replace(steps, whole=self._full_cutter.last(first, always=True))
+        return dataclasses.replace(steps, unsampled=self._full_cutter.last(first, always=True))
 
     def _merged(self, columns: list[Ids], num_samples: int) -> Ids:
         """Ids of all columns, ordered by step, then by column, with the begin of each step."""

@@ -64,10 +64,10 @@ def slots_share(setting: ReplaySetting, sample: Sample) -> float:
     It is not exactly 1, because rows are rounded up to whole buckets.
     """
     spec = setting.policy.spec(setting.rows, sample.rate)
-    sampled, whole = (
+    sampled, full = (
         table_memory(rows, 1, 0, spec.eviction).num_slots for rows in (spec.capacity, setting.rows)
     )
-    return sampled / (sample.rate * whole)
+    return sampled / (sample.rate * full)
 
 
 class ReplayedTables:
@@ -128,7 +128,7 @@ class ReplayedTables:
         """Runs the training lookups of steps, one call per step."""
         if steps.ends.numel() == 0:
             return
-        epochs, whole = None, steps.unsampled
+        epochs, unsampled = None, steps.unsampled
         if self._epoch_samples:
             numbers = torch.arange(steps.first, steps.first + steps.ends.numel())
             epochs = numbers * self._batch_size // self._epoch_samples[0]
@@ -138,8 +138,8 @@ class ReplayedTables:
             steps.ends,
             epochs,
             self._aging,
-            None if whole is None else whole.ids,
-            None if whole is None else whole.ends,
+            None if unsampled is None else unsampled.ids,
+            None if unsampled is None else unsampled.ends,
         )
         if steps.groups is not None:
             for misses, hits in zip(self._misses, found, strict=True):

@@ -92,7 +92,7 @@ class TextLog(Log):
             self._first.append(self._block_after_header(first))
 
     def _block_after_header(self, header: bytes) -> bytes:
-        with self._reading():
+        with self._read_errors():
             block = next(self._blocks, b"")
         if not block:
             raise LogError(

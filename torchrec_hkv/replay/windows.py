@@ -69,11 +69,11 @@ class Windows:
         Args:
             occupied: occupied cells of these windows, by length.
         """
-        for at, (taken, cells) in enumerate(zip(occupied, self._cells, strict=True)):
+        for at, (window_cells, cells) in enumerate(zip(occupied, self._cells, strict=True)):
             if at < self._within:
-                self._distinct[at] += float(_distinct(taken, cells).sum())
+                self._distinct[at] += float(_distinct(window_cells, cells).sum())
                 continue
-            for window in taken:
+            for window in window_cells:
                 self._distinct[at] += float(_distinct(window, cells))
 
     @functools.cached_property
@@ -96,11 +96,11 @@ class Windows:
         of_groups, of_all = self.covariates
         ratios = (of_groups.sum(1) / (self.sample.rate * of_all)).clamp(min=1e-9).log()
         sizes = [float(n) / number for n, number in zip(of_all, self._windows.numbers, strict=True)]
-        known = sorted(zip(sizes, ratios.tolist(), strict=True))
-        for (low, before), (high, after) in itertools.pairwise(known):
+        points = sorted(zip(sizes, ratios.tolist(), strict=True))
+        for (low, before), (high, after) in itertools.pairwise(points):
             if low <= rows < high:
                 return before + math.log(rows / low) / math.log(high / low) * (after - before)
-        return known[0][1] if rows < known[0][0] else known[-1][1]
+        return points[0][1] if rows < points[0][0] else points[-1][1]
 
 
 def _cells(lookups: float) -> int:

@@ -12,16 +12,16 @@ from torchrec_hkv.serving.keyed_ids import KeyedIds
 from torchrec_hkv.serving.model import Freshness, ServingModel, load
 
 if TYPE_CHECKING:
-    from torchrec_hkv.serving.writing import export
+    from torchrec_hkv.serving.export_model import export
 
 __all__ = ["Follower", "Freshness", "KeyedIds", "ServingModel", "export", "follow", "load"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "export":  # needs TorchRec, which a process that serves lacks
-        import torchrec_hkv.serving.writing as writing
+        import torchrec_hkv.serving.export_model as export_model
 
-        return writing.export
+        return export_model.export
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -171,15 +171,15 @@ def _check_inputs(inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> No
             "of the model's forward."
         )
     _, records, tensors = describe_inputs(tuple(inputs), dict(kwargs or {}))
-    left = list(tensors)
+    remaining = list(tensors)
     for record in records:
         if record.kind == "ids":
-            values, lengths = left.pop(0), left.pop(0)
-            del left[: record.is_weighted]
+            values, lengths = remaining.pop(0), remaining.pop(0)
+            del remaining[: record.is_weighted]
             if values.numel() < 2 or lengths.shape[1] < 2:
                 raise ValueError(
                     f"inputs hold {values.numel()} ids of {lengths.shape[1]} samples, but must "
                     "hold at least 2 ids of 2 samples: the export takes smaller sizes as fixed."
                 )
         elif record.kind == "tensor":
-            left.pop(0)
+            remaining.pop(0)

@@ -80,8 +80,8 @@ class BackgroundFile:
         self._wait(_WAITING - 1)
         self._waiting.append((self._pool.submit(self._write, stream, buffer[:size], at), buffer))
 
-    def _wait(self, left: int) -> None:
-        while len(self._waiting) > left:
+    def _wait(self, max_pending: int) -> None:
+        while len(self._waiting) > max_pending:
             written, buffer = self._waiting.popleft()
             written.result()
             self._free.append(buffer)
@@ -89,9 +89,9 @@ class BackgroundFile:
     def _write(self, stream: FileStream, data: Tensor, at: int) -> None:
         memory = host_memory(data)
         stream.crc32 = checksums.crc32(memory, stream.crc32)
-        whole = memory.nbytes - memory.nbytes % BLOCK
-        self._file.write_blocks(memory[:whole], at)
-        self._file.write(memory[whole:], at + whole)
+        block_bytes = memory.nbytes - memory.nbytes % BLOCK
+        self._file.write_blocks(memory[:block_bytes], at)
+        self._file.write(memory[block_bytes:], at + block_bytes)
 
 
 class FileStream:
@@ -124,12 +124,12 @@ class FileStream:
         self._filled += size
         if self._filled < PIECE_BYTES:
             return
-        whole = self._filled - self._filled % BLOCK
-        full, rest = self._buffer, self._filled - whole
+        block_bytes = self._filled - self._filled % BLOCK
+        full, rest = self._buffer, self._filled - block_bytes
         self._buffer = self._file._take()
-        self._buffer[:rest] = full[whole : whole + rest]
-        self._file._submit(self, full, whole, self._at)
-        self._at, self._filled = self._at + whole, rest
+        self._buffer[:rest] = full[block_bytes : block_bytes + rest]
+        self._file._submit(self, full, block_bytes, self._at)
+        self._at, self._filled = self._at + block_bytes, rest
 
     def append(self, data: Tensor) -> None:
         """Writes the bytes of a uint8 vector."""

@@ -146,18 +146,18 @@ class Checkpoint:
             manifest = self._manifest(shard)
             batches = [(ids, rows.clone()) for ids, rows in self._batches(shard)]
             width = shard.columns[1] - shard.columns[0]
-            left = [torch.empty(0, dtype=torch.int64)]
+            removed = [torch.empty(0, dtype=torch.int64)]
             if manifest.changes is not None:
                 folder = self._folder / shard.folder
                 slots = manifest.buckets * manifest.bucket_slots
                 verify_removed_ids(folder, manifest.changes, slots, _BATCH_BYTES)
-                left += [ids for _, ids in read_removed_ids(folder, manifest.changes, 1 << 16)]
+                removed += [ids for _, ids in read_removed_ids(folder, manifest.changes, 1 << 16)]
             by_begin.setdefault(shard.columns[0], []).append(
                 ColumnEntries(
                     shard.columns[0],
-                    torch.cat([left[0], *(ids for ids, _ in batches)]),
+                    torch.cat([removed[0], *(ids for ids, _ in batches)]),
                     torch.cat([torch.empty(0, width), *(rows for _, rows in batches)]),
-                    torch.cat(left),
+                    torch.cat(removed),
                 )
             )
         return list(by_begin.values())

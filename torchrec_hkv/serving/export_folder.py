@@ -46,8 +46,8 @@ class ExportFolder:
                 self._locks.append(folder)
             else:
                 os.close(folder)
-        for left in self.path.iterdir():  # left by a killed export
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for leftover in self.path.iterdir():  # left by a killed export
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def replace(self) -> None:
         """Moves the folder to its final path. If the file system can exchange two folders, an

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec_hkv.checkpoint.chain import Chain, digest_of
 from torchrec_hkv.serving.model import Freshness, ModelVersion, ServingModel
 from torchrec_hkv.serving.next_version import NextVersion
-from torchrec_hkv.serving.tables import HotRows
+from torchrec_hkv.serving.tables import ServingHotRows
 
 
 def follow(
@@ -148,7 +148,7 @@ class Follower:
             version.number, age, behind, self.is_following, self.error, self._apply_seconds
         )
 
-    def use_hot_rows(self, rows: Tensor, hot: HotRows) -> None:
+    def use_hot_rows(self, rows: Tensor, hot: ServingHotRows) -> None:
         """Uses other hot rows in the previous version, too. The model calls this."""
         if self._previous is not None:
             self._previous = self._previous.with_hot_rows(rows, hot)

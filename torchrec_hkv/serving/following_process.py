@@ -30,7 +30,7 @@ from torchrec_hkv.serving import ops  # noqa: F401, registers what the program c
 from torchrec_hkv.serving.following import Follower
 from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.model import ModelVersion, ServingModel
-from torchrec_hkv.serving.opening import open_tables
+from torchrec_hkv.serving.open_files import open_tables
 from torchrec_hkv.serving.page_cache import warm
 from torchrec_hkv.serving.resident_file import read_resident
 from torchrec_hkv.serving.table_file import TableFile
@@ -51,8 +51,8 @@ class ProcessFollower(Follower):
     ) -> None:
         super().__init__(model, folder, scratch)
         self._files = tempfile.TemporaryDirectory(prefix="torchrec_hkv-", dir=scratch)
-        known = model._version.checkpoint or ""
-        arguments = [model.folder, model._save, folder.absolute(), self._files.name, known]
+        served_digest = model._version.checkpoint or ""
+        arguments = [model.folder, model._save, folder.absolute(), self._files.name, served_digest]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, arguments)],
             stdin=subprocess.PIPE,

@@ -19,10 +19,10 @@ from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.keyed_ids import tensors_of
 from torchrec_hkv.serving.manifest import ServingManifest
 from torchrec_hkv.serving.metrics import BUCKETS, family, histogram, labelled
-from torchrec_hkv.serving.opening import open_group, open_tables
+from torchrec_hkv.serving.open_files import open_group, open_tables
 from torchrec_hkv.serving.placement import HbmBytes, Placement, rechoose_hot_rows
 from torchrec_hkv.serving.served_program import ServedProgram
-from torchrec_hkv.serving.tables import HotRows, ReadOnlyTables
+from torchrec_hkv.serving.tables import ReadOnlyTables, ServingHotRows
 from torchrec_hkv.tensor_train import TTGroup
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ModelVersion:
     written: float | None = None
     base: str | None = None
 
-    def with_hot_rows(self, rows: Tensor, hot: HotRows) -> ModelVersion:
+    def with_hot_rows(self, rows: Tensor, hot: ServingHotRows) -> ModelVersion:
         """This version with other hot rows for the table whose rows are ``rows``, if it has it."""
         if all(table.rows is not rows for table in self.tables.tables):
             return self
@@ -205,8 +205,8 @@ class ServingModel:
             sample_lines = (labelled(f"{name}_{key}_total", *each) for each in counted)
             lines += family(f"{name}_{key}_total", "counter", about, sample_lines)
         for key, (about, value) in gauges.items():
-            known = [] if value is None else [f"{name}_{key} {value}"]
-            lines += family(f"{name}_{key}", "gauge", about, known)
+            samples = [] if value is None else [f"{name}_{key} {value}"]
+            lines += family(f"{name}_{key}", "gauge", about, samples)
         calls, times = f"{name}_call_seconds", self._calls.histogram()
         lines += family(calls, "histogram", "Time of calls.", histogram(calls, *times))
         return "\n".join(lines) + "\n"

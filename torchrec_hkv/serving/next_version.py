@@ -18,7 +18,7 @@ from torchrec_hkv.serving.placement import Placement
 from torchrec_hkv.serving.served_program import ServedProgram
 from torchrec_hkv.serving.table_builder import build_table
 from torchrec_hkv.serving.table_file import CHANGES_LOAD, TableFile, place_layer
-from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable, ReadOnlyTables, RowChanges
+from torchrec_hkv.serving.tables import ReadOnlyTable, ReadOnlyTables, RowChanges, ServingHotRows
 from torchrec_hkv.tensor_train import TTGroup
 
 _PIECE = 1 << 16
@@ -113,10 +113,10 @@ class NextVersion:
                 rows = self._stored_rows(number, ids)
                 ascending, order = ids.sort()
                 for part in parts:  # skips ids that the shard of the first columns lacks
-                    known = torch.isin(part.ids, ids)
-                    places = order[torch.searchsorted(ascending, part.ids[known])]
+                    is_changed = torch.isin(part.ids, ids)
+                    places = order[torch.searchsorted(ascending, part.ids[is_changed])]
                     columns = slice(part.begin, part.begin + part.rows.shape[1])
-                    rows[places, columns] = part.rows[known]
+                    rows[places, columns] = part.rows[is_changed]
             self._check_dim(table, rows)
         else:
             ids, rows = self._changed_rows(number, table)
@@ -140,7 +140,7 @@ class NextVersion:
         """Rows of ids in the previous version, in host memory."""
         table = self._before.tables.tables[number]
         if table.hot is not None:
-            table = dataclasses.replace(table, hot=HotRows(table.hot.words, table.hot.rows))
+            table = dataclasses.replace(table, hot=ServingHotRows(table.hot.words, table.hot.rows))
         uncounted = ReadOnlyTables([table], _uncounted(self._device))
         return uncounted.rows(0, ids.to(self._device)).cpu()
 

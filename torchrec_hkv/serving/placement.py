@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrec_hkv.serving import ops
 from torchrec_hkv.serving.lookup_counts import counts_of
-from torchrec_hkv.serving.tables import HotRows, ReadOnlyTable
+from torchrec_hkv.serving.tables import ReadOnlyTable, ServingHotRows
 from torchrec_hkv.table_names import find_name
 
 __all__ = ["HbmBytes", "Placement", "carried_counts", "ops", "rechoose_hot_rows", "shares"]
@@ -89,10 +89,10 @@ class Placement:
                 in the previous version.
         """
         limits = shares({table.name: table.rows.numel() for table in tables}, self.hbm_bytes)
-        known = {table.name: table for table in before if table.hot is not None}
+        hot_tables = {table.name: table for table in before if table.hot is not None}
         codes = codes or {}
         return [
-            self._placed(each, limits[each.name], known.get(each.name), codes.get(each.name))
+            self._placed(each, limits[each.name], hot_tables.get(each.name), codes.get(each.name))
             for each in tables
         ]
 
@@ -118,7 +118,7 @@ class Placement:
             counts = torch.zeros(entries, dtype=torch.int32, device=self.device)
         words, hot = _empty(entries, min(limit // row_bytes, _MAX_HOT), row_bytes, self.device)
         _choose(rows, counts.cpu(), None, words, hot)
-        hot_rows = HotRows(words, hot, counts, host_lookups)
+        hot_rows = ServingHotRows(words, hot, counts, host_lookups)
         return dataclasses.replace(table, index=index, rows=rows, hot=hot_rows)
 
 
@@ -134,10 +134,10 @@ def shares(sizes: Mapping[str, int], hbm_bytes: HbmBytes | None) -> dict[str, in
         return dict(sizes)
     if isinstance(hbm_bytes, Mapping):
         return {name: hbm_bytes.get(name, size) for name, size in sizes.items()}
-    result, left = {}, hbm_bytes
+    result, remaining = {}, hbm_bytes
     for number, name in enumerate(sorted(sizes, key=lambda name: sizes[name])):
-        result[name] = min(sizes[name], left // (len(sizes) - number))
-        left -= result[name]
+        result[name] = min(sizes[name], remaining // (len(sizes) - number))
+        remaining -= result[name]
     return result
 
 
@@ -174,7 +174,7 @@ def numbered_ids(index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield ids[is_there], (first[:, None] + places)[is_there]
 
 
-def rechoose_hot_rows(table: ReadOnlyTable) -> HotRows:
+def rechoose_hot_rows(table: ReadOnlyTable) -> ServingHotRows:
     """Chooses as many hot rows as a table has, by its counts, and halves the counts.
 
     Lookups on the current stream continue meanwhile. Returns when the rows are in HBM.

@@ -247,10 +247,16 @@ class TableBuilder:
             stop = min(block + _BLOCKS_AT_A_TIME, end)
             chosen = slice(ends[block], ends[stop])
             writer.write(by_block[chosen], rows, order[chosen], stop, self._unit)
-        left = order[ends[end] :].sort().values
-        left_ids, left_rows = ids.index_select(0, left), rows.index_select(0, left)
-        self._num_buffered = left.numel()
-        self._ids[: self._num_buffered], self._rows[: self._num_buffered] = left_ids, left_rows
+        remaining = order[ends[end] :].sort().values
+        remaining_ids, remaining_rows = (
+            ids.index_select(0, remaining),
+            rows.index_select(0, remaining),
+        )
+        self._num_buffered = remaining.numel()
+        self._ids[: self._num_buffered], self._rows[: self._num_buffered] = (
+            remaining_ids,
+            remaining_rows,
+        )
 
     def _by_blocks(self, first: int, blocks: int) -> Iterator[_Chosen]:
         """The entries of the blocks from ``first`` on."""
@@ -266,16 +272,18 @@ class TableBuilder:
         self._stream.finish()
         order, _, counts = _ops.serving_split(ids, _SPILLED_PARTS)
         block_entries = order.split(counts.tolist())
-        left_ids, left_rows = ids[:0], rows[:0]
+        remaining_ids, remaining_rows = ids[:0], rows[:0]
         for part in range(_SPILLED_PARTS):
-            part_ids, part_rows = self._part(part, left_ids, left_rows, block_entries[part])
+            part_ids, part_rows = self._part(
+                part, remaining_ids, remaining_rows, block_entries[part]
+            )
             end = (part + 1) * blocks // _SPILLED_PARTS
-            is_whole = _ops.serving_blocks(part_ids, blocks) < end
+            is_complete = _ops.serving_blocks(part_ids, blocks) < end
             if end > first:
-                whole = is_whole.nonzero().flatten()
-                yield part_ids[whole], part_rows, whole, end
-            left = (~is_whole).nonzero().flatten()
-            left_ids, left_rows = part_ids[left], part_rows[left]
+                complete = is_complete.nonzero().flatten()
+                yield part_ids[complete], part_rows, complete, end
+            remaining = (~is_complete).nonzero().flatten()
+            remaining_ids, remaining_rows = part_ids[remaining], part_rows[remaining]
 
     def _temporary(self) -> Path:
         """The folder of temporary files."""

@@ -51,8 +51,8 @@ def geometry_of(entries: int, load: float = _LOAD) -> tuple[int, int]:
     ids = entries / blocks
     # Ids fall into blocks at random: leave room for 8 standard deviations above the mean.
     spread = 0.0 if blocks == 1 else 8.0 * math.sqrt(ids)
-    wanted = max(ids / load, (ids + spread) / 0.985)
-    return blocks, max(1, math.ceil(wanted / _BUCKET_IDS))
+    min_slots = max(ids / load, (ids + spread) / 0.985)
+    return blocks, max(1, math.ceil(min_slots / _BUCKET_IDS))
 
 
 @dataclasses.dataclass(frozen=True)

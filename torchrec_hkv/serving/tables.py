@@ -36,7 +36,7 @@ class RowChanges:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HotRows:
+class ServingHotRows:
     """Rows in HBM of a table whose rows are in host memory; ``csrc/serving/hot_rows.h`` describes
     them.
 
@@ -91,7 +91,7 @@ class ReadOnlyTable:
     changed_index: Tensor | None = None
     changed_rows: Tensor | None = None
     changes: RowChanges | None = None
-    hot: HotRows | None = None
+    hot: ServingHotRows | None = None
 
 
 class ReadOnlyTables:
@@ -121,7 +121,7 @@ class ReadOnlyTables:
         self.counters = counters
         no_ids, no_rows = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
         no_row, no_words = torch.empty(0), torch.empty(0, dtype=torch.int32)
-        all_cold = HotRows(no_words, no_rows)
+        all_cold = ServingHotRows(no_words, no_rows)
         hot = [all_cold if table.hot is None else table.hot for table in tables]
         self._number = _ops.serving_open(
             [table.index for table in tables],

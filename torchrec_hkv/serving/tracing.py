@@ -98,19 +98,19 @@ class PooledLookup(_Lookup):
         """The pooled rows of a batch."""
         ids, lengths, weights = self.batch(features)
         pieces: list[Tensor | None] = [None] * len(self.outputs)
-        whole = None
+        pooled = None
         for part in self.calls:
             outputs = [self.outputs[number] for number in part.outputs]
             dims = [output.dim for output in outputs]
             call = (self.current.handle, ids, lengths, weights, self.numbers(features, part))
             if part.group is None:
                 kinds = [output.kind for output in outputs]
-                whole = _ops.serving_pool(*call, part.tables, kinds, sum(dims), torch.float32)
+                pooled = _ops.serving_pool(*call, part.tables, kinds, sum(dims), torch.float32)
             else:
-                whole = _ops.serving_tt(*call, part.group, dims, part.is_mean, True)[0]
-            for number, piece in zip(part.outputs, whole.split(dims, dim=1), strict=True):
+                pooled = _ops.serving_tt(*call, part.group, dims, part.is_mean, True)[0]
+            for number, piece in zip(part.outputs, pooled.split(dims, dim=1), strict=True):
                 pieces[number] = piece
-        values = whole if len(self.calls) == 1 else torch.cat(pieces, dim=1)
+        values = pooled if len(self.calls) == 1 else torch.cat(pieces, dim=1)
         return KeyedTensor(
             keys=[output.name for output in self.outputs],
             length_per_key=[output.dim for output in self.outputs],
@@ -248,16 +248,16 @@ class Program(nn.Module):
 
     def forward(self, handle: Tensor, *tensors: Tensor) -> Any:
         """The model's outputs."""
-        left = list(tensors)
+        remaining = list(tensors)
         leaves: list[Any] = []
         for record in self._inputs:
             if record.kind == "constant":
                 leaves.append(record.value)
             elif record.kind == "tensor":
-                leaves.append(left.pop(0))
+                leaves.append(remaining.pop(0))
             else:
-                values, lengths = left.pop(0), left.pop(0)
-                weights = left.pop(0) if record.is_weighted else None
+                values, lengths = remaining.pop(0), remaining.pop(0)
+                weights = remaining.pop(0) if record.is_weighted else None
                 of_bags = lengths.flatten()
                 leaves.append(
                     KeyedJaggedTensor(

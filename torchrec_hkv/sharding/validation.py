@@ -111,11 +111,11 @@ def planned_tables(
         optimizer = applied_optimizer(name, table_weight(module, name), fused_params)
         # A data-parallel table has no sharding spec: every rank holds all of it.
         spec = sharding.sharding_spec
-        whole = [[config.num_embeddings, config.embedding_dim]]
+        full_size = [[config.num_embeddings, config.embedding_dim]]
         shards = config_shards(
             config,
             sharding.sharding_type,
-            whole if spec is None else [shard.shard_sizes for shard in spec.shards],
+            full_size if spec is None else [shard.shard_sizes for shard in spec.shards],
             [[0, 0]] if spec is None else [shard.shard_offsets for shard in spec.shards],
             sharding.options,
         )
@@ -191,7 +191,7 @@ def served_sharding_types(backend: str, module_type: type[Collection] | None = N
         backend: name of the backend.
         module_type: class of the table's collection; None for any.
     """
-    known = set() if module_type is EmbeddingCollection else set(POOLED_SHARDINGS)
+    supported = set() if module_type is EmbeddingCollection else set(POOLED_SHARDINGS)
     if module_type is None or module_type is EmbeddingCollection:
-        known |= set(SEQUENCE_SHARDINGS)
-    return sorted(set(registry.get(backend).sharding_types) & known)
+        supported |= set(SEQUENCE_SHARDINGS)
+    return sorted(set(registry.get(backend).sharding_types) & supported)

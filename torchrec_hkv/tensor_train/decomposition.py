@@ -97,8 +97,8 @@ def tt_svd(
         cores, before = [], 1
         for k in range(num_cores - 1):
             matrix = rest.reshape(before * p[k] * q[k], -1)
-            wanted = None if ranks is None else ranks[k]
-            left, rest = _split(matrix, wanted, budget)
+            max_rank = None if ranks is None else ranks[k]
+            left, rest = _split(matrix, max_rank, budget)
             after = left.shape[1]
             core = left.reshape(before, p[k], q[k], after).transpose(0, 1)
             cores.append(core.float().contiguous())

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_hkv.tensor_train.hot_rows import HotRowCache
+from torchrec_hkv.tensor_train.hot_rows import HotRows
 
 #: ``(ids, offsets, weights) -> [batch_size, sum of dims]``: sums of rows computed from cores.
 ColdLookup = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def lookup_with_hot_rows(
-    hot: Mapping[int, HotRowCache],
+    hot: Mapping[int, HotRows],
     feature_tables: Sequence[int],
     dims: Sequence[int],
     ids: Tensor,
@@ -54,8 +54,8 @@ def lookup_with_hot_rows(
     places, found = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
     for feature, table in enumerate(feature_tables):
         if table in hot:
-            of = slice(bounds[feature], bounds[feature + 1])
-            places[of], found[of] = hot[table].find(ids[of])
+            feature_ids = slice(bounds[feature], bounds[feature + 1])
+            places[feature_ids], found[feature_ids] = hot[table].find(ids[feature_ids])
     # The number of cached ids before each offset.
     before = torch.cat([found.new_zeros(1, dtype=torch.int64), found.cumsum(0)])[offsets]
     missing = ~found
@@ -64,7 +64,7 @@ def lookup_with_hot_rows(
     ends = _feature_bounds(before, batch_size, len(feature_tables))
     warm: list[Tensor] = [out.new_zeros(batch_size, dim) for dim in dims]
     for table, rows in hot.items():
-        features = [f for f, of in enumerate(feature_tables) if of == table]
+        features = [f for f, feature_ids in enumerate(feature_tables) if feature_ids == table]
         if not features:
             continue
         # Processes all features of a table at once, so that its rows are updated once.

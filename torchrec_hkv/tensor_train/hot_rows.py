@@ -20,11 +20,11 @@ from torchrec_hkv.tensor_train.write_back import write_back
 #: Bound on the number of counted ids, more than any memory holds.
 _MAX_COUNTED = 1 << 40
 _NO_ID = torch.iinfo(torch.int64).max
-#: Tensors of :meth:`HotRowCache.sized_state` besides the counts.
+#: Tensors of :meth:`HotRows.sized_state` besides the counts.
 _SIZED = ("ids", "rows", "states", "step", "total", "populates")
 
 
-class HotRowCache(nn.Module):
+class HotRows(nn.Module):
     """A cache of rows of one table.
 
     A hash table under LFU counts frequencies, and evicts rare ids when it is full. :meth:`populate`
@@ -94,7 +94,7 @@ class HotRowCache(nn.Module):
         #: The ranks that hold replicas of this cache; None for no replicas.
         self.replicas: Replicas | None = None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRowCache:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HotRows:
         return super()._apply(keeping_float32(fn), recurse)
 
     @property
@@ -233,8 +233,8 @@ class HotRowCache(nn.Module):
         if self.replicas is None:
             return ids, counts, self.total
         all_ids, all_counts = self.replicas.gather(ids), self.replicas.gather(counts)
-        distinct, of = torch.unique(all_ids, return_inverse=True)
-        sums = torch.zeros_like(distinct).index_add_(0, of, all_counts)
+        distinct, positions = torch.unique(all_ids, return_inverse=True)
+        sums = torch.zeros_like(distinct).index_add_(0, positions, all_counts)
         return distinct, sums, self.replicas.sum(self.total)
 
     def _write_back_ids(
@@ -248,10 +248,10 @@ class HotRowCache(nn.Module):
             0, self.shape.num_embeddings, (4 * counted.numel(),), generator=generator
         ).to(counted.device)
         drawn = drawn[~torch.isin(drawn, torch.cat([counted, leaving]))].unique()
-        left = (total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
+        remaining = (total - counts.sum()).clamp(min=0).float() / max(drawn.numel(), 1)
         return (
             torch.cat([counted[others], drawn]),
-            torch.cat([counts[others].float(), left.expand(drawn.numel())]),
+            torch.cat([counts[others].float(), remaining.expand(drawn.numel())]),
         )
 
     def _halve_counts(self, counted: Tensor, counts: Tensor) -> None:
@@ -259,9 +259,9 @@ class HotRowCache(nn.Module):
         counts = counts // 2
         table = self._counter(self.rows.device)
         table.clear()
-        left = counts > 0
-        zeros = self.rows.new_zeros(int(left.sum()), 1)
-        table.insert_or_assign(counted[left], zeros, counts[left])
+        is_positive = counts > 0
+        zeros = self.rows.new_zeros(int(is_positive.sum()), 1)
+        table.insert_or_assign(counted[is_positive], zeros, counts[is_positive])
         self.total //= 2
 
     def _counts_of(self, ids: Tensor, counted: Tensor, counts: Tensor) -> Tensor:
@@ -309,11 +309,13 @@ class HotRowCache(nn.Module):
         if bool((self.ids.diff() < 0).any()):  # saved by an earlier version, with unsorted ids
             self.ids, order = self.ids.sort(stable=True)
             self.rows.data, self.states = self.rows.data[order], self.states[order]
-        known = state["counted"] != _NO_ID
+        is_counted = state["counted"] != _NO_ID
         if self.replicas is not None and not self.replicas.is_first:
-            known = torch.zeros_like(known)
+            is_counted = torch.zeros_like(is_counted)
             self.total.zero_()
-        self.set_extra_state({"ids": state["counted"][known], "scores": state["counts"][known]})
+        self.set_extra_state(
+            {"ids": state["counted"][is_counted], "scores": state["counts"][is_counted]}
+        )
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """The frequency counts, for ``state_dict``."""

@@ -42,7 +42,7 @@ class IdOrder:
                 f"rows must be a permutation of 0 to {rows.numel() - 1}, but some repeat or are "
                 "missing."
             )
-        self._map: _PermutationTable | _ListedIds = _PermutationTable(rows)
+        self._map: _Table | _Listed = _Table(rows)
 
     @classmethod
     def first(cls, ids: Tensor, num_ids: int) -> IdOrder:
@@ -75,7 +75,7 @@ class IdOrder:
             if twice := int((ids.diff() == 0).sum()):
                 raise ValueError(f"ids must be distinct, but {twice} occur again.")
         order = cls.__new__(cls)
-        order._map = _ListedIds(ids, num_ids)
+        order._map = _Listed(ids, num_ids)
         return order
 
     @classmethod
@@ -110,7 +110,7 @@ class IdOrder:
             _check_count("max_bytes", max_bytes)
         ids = torch.argsort(values, descending=True, stable=True)
         if max_bytes is not None:
-            return cls.first(ids[: _ListedIds.max_listed(max_bytes, ids.numel())], ids.numel())
+            return cls.first(ids[: _Listed.max_listed(max_bytes, ids.numel())], ids.numel())
         rows = torch.empty_like(ids)
         rows[ids] = torch.arange(ids.numel(), device=ids.device)
         return cls(rows)
@@ -170,7 +170,7 @@ class IdOrder:
                 )
 
 
-class _PermutationTable:
+class _Table:
     """A permutation as a table."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -184,7 +184,7 @@ class _PermutationTable:
         return self.parts[0].argsort()[rows]
 
 
-class _ListedIds:
+class _Listed:
     """An order that stores only the first ids: their low bits, ascending, and the beginning of each
     block of ids with the same high bits."""
 
@@ -206,7 +206,8 @@ class _ListedIds:
         """Largest number of ids that can be stored in this many bytes."""
         starts = cls._blocks(num_ids) + 1
         fits = (
-            min(max_bytes - starts * of.itemsize, torch.iinfo(of).max, num_ids) for of in _TYPES
+            min(max_bytes - starts * dtype.itemsize, torch.iinfo(dtype).max, num_ids)
+            for dtype in _TYPES
         )
         return max(0, *fits)
 
@@ -232,22 +233,22 @@ class _ListedIds:
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns how many listed ids are below each id, and whether the id is listed."""
         starts, low = self.parts
-        block, wanted = ids >> self.BITS, ids % (1 << self.BITS)
+        block, low_bits = ids >> self.BITS, ids % (1 << self.BITS)
         begin, end = starts[block].long(), starts[block + 1].long()
         if not self.num_listed:
             return begin, torch.zeros_like(ids, dtype=torch.bool)
         stop = end
         for _ in range(self.BITS + 1):  # a block lists at most 2^BITS ids
             middle = (begin + end) >> 1
-            below = (middle < end) & (low[middle.clamp(max=self.num_listed - 1)] < wanted)
+            below = (middle < end) & (low[middle.clamp(max=self.num_listed - 1)] < low_bits)
             begin, end = torch.where(below, middle + 1, begin), torch.where(below, end, middle)
         at = begin.clamp(max=self.num_listed - 1)
-        return begin, (begin < stop) & (low[at] == wanted)
+        return begin, (begin < stop) & (low[at] == low_bits)
 
 
 def _smallest_type(maximum: int) -> torch.dtype:
     """The smallest dtype for numbers from 0 to ``maximum``."""
-    return next(of for of in _TYPES if maximum <= torch.iinfo(of).max)
+    return next(dtype for dtype in _TYPES if maximum <= torch.iinfo(dtype).max)
 
 
 def _check_count(name: str, value: int) -> None:

@@ -20,12 +20,12 @@ def why_dense_is_smaller(shape: TTShape, element_size: int, cached_rows: int = 0
     dense = shape.num_embeddings * shape.embedding_dim * element_size
     if cores + cache <= dense:
         return None
-    taken = f"cores take {cores:,} bytes"
+    sizes_text = f"cores take {cores:,} bytes"
     advice = f"lower the ranks, which are {list(shape.ranks)}, or give a compression_ratio"
     if cache:
-        taken += f" and its cached rows {cache:,}"
+        sizes_text += f" and its cached rows {cache:,}"
         advice += ", make the cache smaller"
     return (
-        f"its {taken}, but {shape.num_embeddings:,} dense rows of {shape.embedding_dim} would take "
-        f"{dense:,}: {advice}, or keep the table dense."
+        f"its {sizes_text}, but {shape.num_embeddings:,} dense rows of {shape.embedding_dim} would "
+        f"take {dense:,}: {advice}, or keep the table dense."
     )

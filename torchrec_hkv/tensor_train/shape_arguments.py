@@ -37,9 +37,11 @@ def check_shape_arguments(
         ValueError: a number is invalid; the message names it.
     """
     sizes = {"ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes}
-    given = [name for name in SIZES if sizes[name] is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were given, but at most one of them is allowed.")
+    given_sizes = [name for name in SIZES if sizes[name] is not None]
+    if len(given_sizes) > 1:
+        raise ValueError(
+            f"{' and '.join(given_sizes)} were given, but at most one of them is allowed."
+        )
     for name, factors in (("p", p), ("q", q)):
         if factors is not None:
             if not is_sequence(factors):

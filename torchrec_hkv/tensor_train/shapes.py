@@ -133,11 +133,11 @@ def factor_rows(num_embeddings: int, num_cores: int) -> tuple[int, ...]:
     _check_sizes(num_embeddings, 1)
     check_cores(num_cores)
     factors: list[int] = []
-    left = num_embeddings
+    remaining = num_embeddings
     for cores in range(num_cores, 1, -1):
-        factors.append(_root_up(left, cores))
-        left = -(-left // factors[-1])
-    return (*factors, left)
+        factors.append(_root_up(remaining, cores))
+        remaining = -(-remaining // factors[-1])
+    return (*factors, remaining)
 
 
 def factor_dim(embedding_dim: int, num_cores: int) -> tuple[int, ...]:
@@ -190,12 +190,16 @@ def make_shape(
         ValueError: the arguments do not fit; the message names the one that does not.
     """
     _check_sizes(num_embeddings, embedding_dim)
-    given = {"ranks": ranks, "compression_ratio": compression_ratio, "max_bytes": max_bytes}
-    if all(value is None for value in given.values()):
+    size_arguments = {
+        "ranks": ranks,
+        "compression_ratio": compression_ratio,
+        "max_bytes": max_bytes,
+    }
+    if all(value is None for value in size_arguments.values()):
         raise ValueError(
             "No size was given: give exactly one of ranks, compression_ratio and max_bytes."
         )
-    cores = check_shape_arguments(num_cores=num_cores, p=p, q=q, **given)
+    cores = check_shape_arguments(num_cores=num_cores, p=p, q=q, **size_arguments)
     p = factor_rows(num_embeddings, cores) if p is None else tuple(p)
     q = factor_dim(embedding_dim, cores) if q is None else tuple(q)
     _check_row_factors(p, num_embeddings)
@@ -209,7 +213,7 @@ def make_shape(
     else:
         check_positive("element_size", [element_size])
         maximum, what = max_bytes // element_size, "max_bytes"
-    return _largest_within(num_embeddings, embedding_dim, p, q, maximum, what, given[what])
+    return _largest_within(num_embeddings, embedding_dim, p, q, maximum, what, size_arguments[what])
 
 
 def _largest_within(

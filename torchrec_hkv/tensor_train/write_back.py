@@ -43,8 +43,8 @@ def write_back(
         return
     with torch.no_grad():
         everything = torch.cat([ids, other_ids])
-        wanted = torch.cat([rows, rows_of(shape, cores, other_ids)])
-        weights = torch.cat([counts.float(), other_counts.float()]).to(wanted.device)[:, None]
+        target_rows = torch.cat([rows, rows_of(shape, cores, other_ids)])
+        weights = torch.cat([counts.float(), other_counts.float()]).to(target_rows.device)[:, None]
         weights = weights / weights.mean().clamp(min=1e-30)
     group = TTGroup([shape])
     offsets = torch.tensor([0, everything.numel()], device=everything.device)
@@ -54,7 +54,7 @@ def write_back(
 
     def error(of: Sequence[Tensor]) -> Tensor:
         now = group.lookup(of, everything, offsets, 1, pooled=False, index=index)
-        return (weights * (now - wanted).square()).sum()
+        return (weights * (now - target_rows).square()).sum()
 
     solver = torch.optim.LBFGS(leaves, max_iter=iterations, line_search_fn="strong_wolfe")
 

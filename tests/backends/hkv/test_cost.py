@@ -32,8 +32,8 @@ def test_new_ids_of_a_step(eviction, ids):
     inserted = (lookup.counters("t")["inserted"] - inserted) / steps
     frequencies = IdFrequencies(((ids, 1.0),))
     load = Workload(count, frequencies.distinct(count), count, frequencies)
-    said = backend.work(shard, OptimizerSpec(optimizer), load, "cpu").forward["new"]
-    assert said == pytest.approx(inserted, rel=0.1, abs=2)
+    predicted = backend.work(shard, OptimizerSpec(optimizer), load, "cpu").forward["new"]
+    assert predicted == pytest.approx(inserted, rel=0.1, abs=2)
 
 
 def test_rows_that_are_fetched():

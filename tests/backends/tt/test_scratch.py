@@ -11,9 +11,9 @@ import torch
 from torchrec import EmbeddingBagConfig
 
 from tests.support import tensor_train as tt
-from tests.support.forked import fork_context
 from tests.support.gpu import needs_gpu
 from tests.support.models import make_model, topology
+from tests.support.processes import fork_context
 from torchrec_hkv import EmbeddingShardingPlanner, ParameterConstraints, TTOptions, backends
 from torchrec_hkv.backends import OptimizerSpec
 from torchrec_hkv.backends.tt.cost import tt_scratch
@@ -50,8 +50,8 @@ def test_the_planner_counts_it(planned_for, sharding_type, stock):
     )
     model = make_model([table], torch.optim.SGD, {"lr": 0.1})
     options = planner._enumerator.enumerate(model, get_default_sharders())
-    (ours,) = [option for option in options if is_backend_option(option)]
-    (theirs,) = [option for option in options if not is_backend_option(option)]
+    (backend_option,) = [option for option in options if is_backend_option(option)]
+    (stock_option,) = [option for option in options if not is_backend_option(option)]
     # A data-parallel table gets its own rank's ids, other tables those of both ranks.
     replicated = sharding_type == "data_parallel"
     ids = batch * length * (1 if replicated else 2)
@@ -60,7 +60,11 @@ def test_the_planner_counts_it(planned_for, sharding_type, stock):
     scratch = tt_scratch(shape, _load(ids, distinct), planned_for, False, replicated)
     assert scratch > 8 * ids
     for mine, stocks, counted, shard in zip(
-        ours.shards, theirs.shards, stock_table_bytes(theirs), shards_of(ours), strict=True
+        backend_option.shards,
+        stock_option.shards,
+        stock_table_bytes(stock_option),
+        shards_of(backend_option),
+        strict=True,
     ):
         taken = backends.get("tt").storage(shard, OptimizerSpec("sgd"), planned_for)
         if planned_for == "cuda":

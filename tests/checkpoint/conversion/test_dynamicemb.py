@@ -28,11 +28,11 @@ def _dump(path, optimizer, strategy, scores, ranks=2, iters=7):
     keys = torch.randint(-(2**62), 2**62, (N,))
     rows, states = torch.randn(N, DIM), torch.rand(N, WIDTHS[optimizer][1])
     for rank in range(ranks):
-        mine = keys % ranks == rank
+        owned = keys % ranks == rank
         columns = {"keys": keys, "values": rows, "scores": scores, "opt_values": states}
         for item, tensor in columns.items():
             file = folder / f"user_emb_{item}.rank_{rank}.world_size_{ranks}"
-            file.write_bytes(numpy.ascontiguousarray(tensor[mine].numpy()).tobytes())
+            file.write_bytes(numpy.ascontiguousarray(tensor[owned].numpy()).tobytes())
     arguments = {
         "opt_type": optimizer,
         "lr": 0.1,

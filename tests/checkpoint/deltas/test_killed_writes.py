@@ -21,7 +21,7 @@ import gc, os, random, signal, sys, threading, traceback
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from tests.support.checkpoint_models import evaluate, held, make_tables, train
+from tests.support.checkpoint_models import evaluate, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
 
 torch.set_num_threads(1)
@@ -54,7 +54,8 @@ def in_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), told
 
 def contents(model):
-    return hash(str((sorted(map(repr, held(model, "adam"))), evaluate(model, device).tolist())))
+    entries = sorted(map(repr, model_contents(model, "adam")))
+    return hash(str((entries, evaluate(model, device).tolist())))
 
 class Killing:
     def __init__(self, line):

@@ -58,10 +58,10 @@ def _check_write(changing: Changing, written: Written, last: int, folder) -> Non
     assert _load(changing, written.table, part, (0, OWNERS)) == now
     # Half of the owners, as with more ranks. They fit in the table.
     owners = (0, OWNERS // 2) if last % 2 else (OWNERS // 3, OWNERS)
-    mine = owner_rank(torch.tensor(list(now), dtype=torch.int64), OWNERS).tolist()
+    owned = owner_rank(torch.tensor(list(now), dtype=torch.int64), OWNERS).tolist()
     half = {
         id_: entry
-        for owner, (id_, entry) in zip(mine, now.items(), strict=True)
+        for owner, (id_, entry) in zip(owned, now.items(), strict=True)
         if owners[0] <= owner < owners[1]
     }
     loaded = _without_slots(_load(changing, written.table, part, owners))

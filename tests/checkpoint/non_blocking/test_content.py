@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.checkpoint_models import evaluate, joined, make_tables, model_contents, train
 from torchrec_hkv import checkpoint
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.model_save import save_to, saving
 from torchrec_hkv.sharding.state.names import named_tables

@@ -138,5 +138,5 @@ def test_other_groups_are_as_before():
         for group in (plain, ordered):
             assert bool((insert(group, bags) >= 0).all())
     kept = [group.export_table(0) for group in (plain, ordered)]
-    mine, its = (state.ids[state.occupied].sort().values for state in kept)
-    assert torch.equal(mine, its)
+    actual, expected = (state.ids[state.occupied].sort().values for state in kept)
+    assert torch.equal(actual, expected)

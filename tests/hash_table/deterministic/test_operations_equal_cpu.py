@@ -78,8 +78,8 @@ def compare(operation, policy, dtype, **options):
             ids, _, scores, _ = on(table.device, batch)
             table.find_or_insert(ids[:100], None if scores is None else scores[:100])
         results = [OPERATIONS[operation](table, *on(table.device, batch)) for table in tables]
-        for mine, its in zip(*results, strict=True):
-            assert torch.equal(mine.cpu(), its), call
+        for actual, expected in zip(*results, strict=True):
+            assert torch.equal(actual.cpu(), expected), call
         assert_same_states(tables[0].group, tables[1].group, call)
     return tables[0]
 
@@ -135,7 +135,7 @@ def test_rows_in_host_memory():
         results = [
             insert_and_evict(table, *on(table.device, batch)) for table in (tiered, tables[1])
         ]
-        for mine, its in zip(*results, strict=True):
-            assert torch.equal(mine.cpu(), its)
+        for actual, expected in zip(*results, strict=True):
+            assert torch.equal(actual.cpu(), expected)
         assert_same_states(tiered.group, tables[1].group)
     assert tiered.counters()["written_back"] > 0

@@ -94,11 +94,11 @@ def load():
 def compare(run, *others):
     (group, outputs), digests = run, []
     for other, its_outputs in others:
-        for step, (mine, its) in enumerate(zip(outputs, its_outputs, strict=True)):
-            assert torch.equal(mine, its), step
+        for step, (actual, expected) in enumerate(zip(outputs, its_outputs, strict=True)):
+            assert torch.equal(actual, expected), step
         assert_same_states(group, other)
         digests.append([table_digest(other, table) for table in range(len(DIMS))])
-    assert all(mine == [table_digest(group, t) for t in range(len(DIMS))] for mine in digests)
+    assert all(actual == [table_digest(group, t) for t in range(len(DIMS))] for actual in digests)
     assert all(table["evicted"] > 100 for table in group.counters())
 
 

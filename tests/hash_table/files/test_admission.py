@@ -86,18 +86,18 @@ def test_a_table_of_other_options_loads(device_type, tmp_path):
     other = make(device_type, 700)
     other.load(tmp_path)
     assert_same(before, snapshot(other))
-    made = HashTable.from_file(tmp_path, device=device_type)
-    assert_same(before, snapshot(made))
-    assert made._group.tables[0].admission is None
-    made = HashTable.from_file(
+    loaded = HashTable.from_file(tmp_path, device=device_type)
+    assert_same(before, snapshot(loaded))
+    assert loaded._group.tables[0].admission is None
+    loaded = HashTable.from_file(
         tmp_path,
         device=device_type,
         admission=MinFrequency(2, entries=64),
         expire_after=1,
         strict=True,
     )
-    assert_same(before, snapshot(made))
+    assert_same(before, snapshot(loaded))
     new = distinct_ids(10, device_type)
-    assert (made.find_or_insert_slots(new)[0] == -1).all()
-    assert made.counters()["expired"] > 0
-    assert torch.equal(made.find_or_insert_slots(new)[0] >= 0, torch.ones_like(new).bool())
+    assert (loaded.find_or_insert_slots(new)[0] == -1).all()
+    assert loaded.counters()["expired"] > 0
+    assert torch.equal(loaded.find_or_insert_slots(new)[0] >= 0, torch.ones_like(new).bool())

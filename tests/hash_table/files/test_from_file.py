@@ -20,28 +20,28 @@ def test_as_it_was(device_type, tmp_path):
         initializer=Uniform(-0.1, 0.3),
     )
     table.save(tmp_path)
-    made = HashTable.from_file(tmp_path, device=device_type)
-    assert_same(snapshot(table), snapshot(made))
-    assert (made.dim, made.dtype, made.eviction, made.state_dim) == (
+    loaded = HashTable.from_file(tmp_path, device=device_type)
+    assert_same(snapshot(table), snapshot(loaded))
+    assert (loaded.dim, loaded.dtype, loaded.eviction, loaded.state_dim) == (
         3, torch.bfloat16, "epoch_lfu", 2,
     )  # fmt: skip
     # New ids start from the same initial rows.
     ids = distinct_ids(50, device_type)
-    assert torch.equal(made.find(ids)[0], table.find(ids)[0])
-    made.save(tmp_path)
+    assert torch.equal(loaded.find(ids)[0], table.find(ids)[0])
+    loaded.save(tmp_path)
     table.load(tmp_path)
 
 
 def test_of_another_capacity(device_type, tmp_path):
     table = filled(device_type)
     table.save(tmp_path)
-    made = HashTable.from_file(tmp_path, capacity=3000, device=device_type)
-    assert made.capacity >= 3000
-    assert entries(made) == entries(table)
+    loaded = HashTable.from_file(tmp_path, capacity=3000, device=device_type)
+    assert loaded.capacity >= 3000
+    assert entries(loaded) == entries(table)
     with pytest.raises(ValueError, match="holds 500 entries"):
         HashTable.from_file(tmp_path, capacity=300, device=device_type)
-    made = HashTable.from_file(tmp_path, capacity=300, device=device_type, allow_loss=True)
-    assert made.size == made.capacity
+    loaded = HashTable.from_file(tmp_path, capacity=300, device=device_type, allow_loss=True)
+    assert loaded.size == loaded.capacity
 
 
 @pytest.mark.gpu

@@ -44,8 +44,8 @@ def test_a_rank_reads_the_shards_of_its_range(tmp_path):
     assert len(wanted) < len(manifest["shards"]) / 2
     ids = torch.cat(wanted)
     everything = torch.cat([part.ids for part in table.export()])
-    mine = everything[owner_rank(everything, world) == rank]
-    assert set(mine.tolist()) <= set(ids.tolist())
+    owned = everything[owner_rank(everything, world) == rank]
+    assert set(owned.tolist()) <= set(ids.tolist())
 
 
 def test_the_safetensors_package_reads_them(device_type, tmp_path):

@@ -144,14 +144,14 @@ def test_rows_are_added(twins):
 
 
 def test_scores_and_erasure(twins):
-    batch, gone = twins.batch(), twins.batch()
+    batch, removed = twins.batch(), twins.batch()
     answer = twins.group.assign_scores(*batch)
     for table, part, said in zip(
         twins.tables, twins.parts(batch), split(twins, batch, answer), strict=True
     ):
         assert torch.equal(table.assign_scores(part), said)
-    twins.group.erase(*gone)
-    for table, part in zip(twins.tables, twins.parts(gone), strict=True):
+    twins.group.erase(*removed)
+    for table, part in zip(twins.tables, twins.parts(removed), strict=True):
         table.erase(part)
     twins.check()
     assert twins.group.erase_if(older_than=0) == sum(

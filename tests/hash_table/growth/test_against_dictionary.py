@@ -25,14 +25,16 @@ def test_stream(device_type, capacity, initial, dim):
         assert table.insert_or_assign(ids.to(device_type), rows).all()
         known.update(zip(ids.tolist(), map(tuple, rows.tolist()), strict=True))
         maximum = max(maximum, len(known))
-        gone = ids[torch.randperm(len(ids))[:20]]
-        table.erase(gone.to(device_type))
-        for id_ in gone.tolist():
+        removed = ids[torch.randperm(len(ids))[:20]]
+        table.erase(removed.to(device_type))
+        for id_ in removed.tolist():
             del known[id_]
-        asked = pool[torch.randint(0, len(pool), (100,))]
-        found_rows, found = table.find(asked.to(device_type))
-        assert found.tolist() == [id_ in known for id_ in asked.tolist()]
-        for id_, row, hit in zip(asked.tolist(), found_rows.tolist(), found.tolist(), strict=True):
+        requested = pool[torch.randint(0, len(pool), (100,))]
+        found_rows, found = table.find(requested.to(device_type))
+        assert found.tolist() == [id_ in known for id_ in requested.tolist()]
+        for id_, row, hit in zip(
+            requested.tolist(), found_rows.tolist(), found.tolist(), strict=True
+        ):
             assert not hit or tuple(row) == known[id_]
         # It grows only when necessary.
         assert table.num_slots <= slots_needed(capacity, initial, maximum)

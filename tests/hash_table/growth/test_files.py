@@ -81,15 +81,15 @@ def test_grows_as_entries_need_it(device_type, tmp_path, n):
 def test_another_capacity_from_a_file(device_type, tmp_path):
     table = growing(device_type, 1500)
     table.save(tmp_path)
-    made = HashTable.from_file(tmp_path, capacity=5000, device=device_type)
-    assert made.num_slots == made.capacity >= 5000
-    assert entries(made) == entries(table)
-    made = HashTable.from_file(tmp_path, capacity=5000, initial_capacity=9, device=device_type)
-    assert made.num_slots < made.capacity
-    assert entries(made) == entries(table)
-    made = HashTable.from_file(tmp_path, initial_capacity=CAPACITY, device=device_type)
-    assert made.num_slots == made.capacity
-    assert entries(made) == entries(table)
+    loaded = HashTable.from_file(tmp_path, capacity=5000, device=device_type)
+    assert loaded.num_slots == loaded.capacity >= 5000
+    assert entries(loaded) == entries(table)
+    loaded = HashTable.from_file(tmp_path, capacity=5000, initial_capacity=9, device=device_type)
+    assert loaded.num_slots < loaded.capacity
+    assert entries(loaded) == entries(table)
+    loaded = HashTable.from_file(tmp_path, initial_capacity=CAPACITY, device=device_type)
+    assert loaded.num_slots == loaded.capacity
+    assert entries(loaded) == entries(table)
 
 
 def test_room_is_that_of_the_full_capacity(device_type, tmp_path):

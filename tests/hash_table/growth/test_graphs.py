@@ -27,15 +27,15 @@ def test_a_captured_find_sees_a_table_that_has_grown():
     table = make("cuda", 20_000, initial_capacity=100)
     ids = distinct_ids(10_000, "cuda")
     table.find_or_insert(ids[:50])
-    asked = ids[:200].clone()
-    table.find_slots(asked)
+    requested = ids[:200].clone()
+    table.find_slots(requested)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        slots = table.find_slots(asked)
+        slots = table.find_slots(requested)
     for part in ids.split(1000):
         table.find_or_insert(part)
         graph.replay()
-        assert torch.equal(slots, table.find_slots(asked))
+        assert torch.equal(slots, table.find_slots(requested))
     assert table.num_slots == table.capacity
     assert int(slots.min()) >= 0

@@ -48,9 +48,9 @@ def test_other_device(device_type, tmp_path):
 def test_made_from_files(device_type, tmp_path):
     table = int8_table(device_type)
     table.save(tmp_path)
-    made = HashTable.from_file(tmp_path, device=device_type)
-    assert made.dtype == torch.int8
-    assert entries(made) == entries(table)
+    loaded = HashTable.from_file(tmp_path, device=device_type)
+    assert loaded.dtype == torch.int8
+    assert entries(loaded) == entries(table)
 
 
 def test_another_dtype_is_refused(device_type, tmp_path):

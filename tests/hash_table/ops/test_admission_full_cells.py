@@ -16,13 +16,13 @@ def test_never_too_early(device_type, entries):
     """With ten times as many ids as entries, ids may be admitted late but not early."""
     table = make(device_type, 4096, admission=MinFrequency(3, entries=entries))
     pool = distinct_ids(10 * max(8, entries), device_type)
-    asked: collections.Counter[int] = collections.Counter()
+    requested: collections.Counter[int] = collections.Counter()
     for _ in range(30):
         ids = pool[torch.randint(0, len(pool), (len(pool) // 2,))]
-        asked.update(ids.tolist())
+        requested.update(ids.tolist())
         slots, _ = table.find_or_insert_slots(ids)
         there = set(ids[slots >= 0].tolist())
-        assert there <= {id_ for id_, times in asked.items() if times >= 3}
+        assert there <= {id_ for id_, times in requested.items() if times >= 3}
         in_this_call = collections.Counter(ids.tolist())
         assert there >= {id_ for id_, times in in_this_call.items() if times >= 3}
     assert table.size > 0

@@ -42,28 +42,28 @@ def test_never_too_low(device_type, count):
     """An id with enough lookups is admitted, however small the sketch."""
     table = make(device_type, 4096, admission=MinFrequency(count, sketch_bytes=256))
     pool = distinct_ids(800, device_type)
-    asked: collections.Counter[int] = collections.Counter()
+    requested: collections.Counter[int] = collections.Counter()
     for _ in range(10):
         ids = skewed(pool, 3000)
-        asked.update(ids.tolist())
+        requested.update(ids.tolist())
         slots, _ = table.find_or_insert_slots(ids)
         there = set(ids[slots >= 0].tolist())
-        assert there >= {id_ for id_ in set(ids.tolist()) if asked[id_] >= count}
+        assert there >= {id_ for id_ in set(ids.tolist()) if requested[id_] >= count}
 
 
 @pytest.mark.parametrize("sketch_bytes", [1 << 12, 1 << 14])
 def test_too_high_within_the_bound(device_type, sketch_bytes):
     """Ids with one lookup are admitted at most as often as the documented bound allows."""
     width = sketch_bytes // 4
-    asked = 2 * width
-    count = 1 + math.ceil(math.e * asked / width)  # too high by more than e * asked / width
+    requested = 2 * width
+    count = 1 + math.ceil(math.e * requested / width)  # too high by more than e * asked / width
     table = make(device_type, 1 << 16, admission=MinFrequency(count, sketch_bytes=sketch_bytes))
-    ids = distinct_ids(asked, device_type)
+    ids = distinct_ids(requested, device_type)
     slots, _ = table.find_or_insert_slots(ids)
     share = float((slots >= 0).double().mean())
     assert share <= math.exp(-4)
     # A sketch that is twice as full exceeds this bound.
-    slots, _ = table.find_or_insert_slots(distinct_ids(3 * asked, device_type))
+    slots, _ = table.find_or_insert_slots(distinct_ids(3 * requested, device_type))
     assert float((slots >= 0).double().mean()) > math.exp(-4)
 
 

@@ -95,8 +95,8 @@ def test_assigning_protects_from_eviction(device_type):
     table.assign(ids[10:20], random_rows(table, 10))
     table.assign_rows(ids[20:30], random_rows(table, 10))
     table.find_or_insert(ids[64:])
-    gone = set(ids[20:40].tolist())
-    assert contents(table).keys() == set(ids.tolist()) - gone
+    removed = set(ids[20:40].tolist())
+    assert contents(table).keys() == set(ids.tolist()) - removed
 
 
 @pytest.mark.parametrize("operation", ["assign", "assign_rows"])

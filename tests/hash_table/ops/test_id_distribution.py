@@ -45,5 +45,5 @@ def test_owner_ranks(stream, world_size):
 def test_a_ranks_ids_spread_over_all_buckets_of_its_table(device_type, stream):
     ids = id_stream(stream, CAPACITY)
     for rank in (0, 3, 7):
-        mine = ids[owner_rank(ids, 8) == rank]
-        assert probability(buckets(device_type, mine), 1024) > MIN
+        owned = ids[owner_rank(ids, 8) == rank]
+        assert probability(buckets(device_type, owned), 1024) > MIN

@@ -41,7 +41,7 @@ class Model:
 
     def call(self, ids: list[int], given: list[int], held: set[int]) -> None:
         """Adds ``given`` to the counts of ``ids``; ``held`` are the ids in the table afterwards."""
-        gone = {i: self.counts.pop(i) for i in set(self.counts) - held}
+        removed = {i: self.counts.pop(i) for i in set(self.counts) - held}
         for i, count in zip(ids, given, strict=True):
             if i not in held:
                 continue  # refused
@@ -49,7 +49,7 @@ class Model:
                 self.counts[i] = self.halves.get(i, 0)
                 self.returned += i in self.halves
             self.counts[i] += count
-        self.halves |= {i: min(count // 2, 65535) for i, count in gone.items()}
+        self.halves |= {i: min(count // 2, 65535) for i, count in removed.items()}
 
 
 @pytest.mark.parametrize("eviction", COUNTING, ids=str)
@@ -76,9 +76,9 @@ def test_a_large_count_is_cut(device_type):
     ids = torch.arange(64, device=device_type)
     table.find_or_insert(ids, torch.full_like(ids, 10**9))
     table.find_or_insert(ids[:1] + 1000, torch.full_like(ids[:1], 2 * 10**9))
-    (gone,) = set(range(64)) - set(counts(table))
-    table.find_or_insert(ids[gone : gone + 1], ids[:1] + 3 * 10**9)
-    assert counts(table)[gone] == 3 * 10**9 + 65535
+    (removed,) = set(range(64)) - set(counts(table))
+    table.find_or_insert(ids[removed : removed + 1], ids[:1] + 3 * 10**9)
+    assert counts(table)[removed] == 3 * 10**9 + 65535
 
 
 def test_training_lookups(device_type):
@@ -124,11 +124,11 @@ def test_copies_remember(device_type):
     for _ in range(4):
         table.find_or_insert(ids[:64])
     table.find_or_insert(ids[64:], torch.full_like(ids[64:], 9))
-    gone = ids[~table.contains(ids)]
+    removed = ids[~table.contains(ids)]
     other = copy.deepcopy(table)
     for one in (table, other):
-        one.find_or_insert(gone, torch.full_like(gone, 5))  # fewer lookups would be refused
-        assert {counts(one)[i] for i in gone.tolist()} == {5 + 2}
+        one.find_or_insert(removed, torch.full_like(removed, 5))  # fewer lookups would be refused
+        assert {counts(one)[i] for i in removed.tolist()} == {5 + 2}
     table.clear()
     table.find_or_insert(ids[:3])
     assert counts(table) == {0: 1, 1: 1, 2: 1}

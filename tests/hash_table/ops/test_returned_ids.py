@@ -21,7 +21,7 @@ def draws(seed, pool, n, device):
 def test_against_a_set(eviction, how, device_type):
     """Reads which ids came and left from the table after each call; ids repeat within calls."""
     table = make(device_type, 128, eviction=eviction, remember_evicted=PLENTY)
-    gone, returned, held = set(), 0, set()
+    removed, returned, held = set(), 0, set()
     for step in range(30):
         ids = draws(step % 7, 400, 40, device_type)
         scores = None
@@ -33,8 +33,8 @@ def test_against_a_set(eviction, how, device_type):
         else:
             getattr(table, how)(ids, rows, scores)
         now = set(contents(table))
-        returned += len((now - held) & gone)
-        gone |= held - now
+        returned += len((now - held) & removed)
+        removed |= held - now
         held = now
     assert returned > 50
     assert table.counters()["returned"] == returned

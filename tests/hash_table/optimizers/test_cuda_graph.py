@@ -47,6 +47,6 @@ def test_replays_are_as_updates(optimizer):
         update(groups[1], slots[1], rates[1])
     assert groups[0].optimizer_steps.tolist() == [4, 4]
     for table in range(2):
-        ours, expected = (rows_by_id(group, table) for group in groups)
-        assert ours.keys() == expected.keys()
-        assert all(torch.equal(row, expected[id_]) for id_, row in ours.items())
+        actual, expected = (rows_by_id(group, table) for group in groups)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(row, expected[id_]) for id_, row in actual.items())

@@ -52,8 +52,8 @@ def test_clipping_by_value(device_type, name, dim):
         grad = torch.randn(len(ids), dim)
         train_rows(clipping, ids, grad, learning_rate=0.1)
         train_rows(other, ids, grad.clamp(-0.25, 0.25), learning_rate=0.1)
-    for ours, theirs in zip(read_rows(clipping, ids), read_rows(other, ids), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(read_rows(clipping, ids), read_rows(other, ids), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -66,8 +66,8 @@ def test_bounds_that_nothing_exceeds(device_type, name, dim):
         grad = torch.randn(len(ids), dim)
         for group in (bounded, other):
             train_rows(group, ids, grad, learning_rate=0.1)
-    for ours, theirs in zip(read_rows(bounded, ids), read_rows(other, ids), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(read_rows(bounded, ids), read_rows(other, ids), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -83,8 +83,8 @@ def test_coupled_weight_decay(optimizer, dim):
         train_rows(decaying, ids, grad, learning_rate=0.1)
         train_rows(other, ids, grad + torch.tensor(0.03) * rows, learning_rate=0.1)
         rows = read_rows(other, ids)[0].float()
-    for ours, theirs in zip(read_rows(decaying, ids), read_rows(other, ids), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(read_rows(decaying, ids), read_rows(other, ids), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_many_numbers_of_steps(device_type):
@@ -98,5 +98,5 @@ def test_many_numbers_of_steps(device_type):
         for _ in range(len(ids) - number):
             one = slice(number, number + 1)
             train_rows(alone, ids[one], grad[one], learning_rate=0.01)
-    for ours, theirs in zip(read_rows(together, ids), read_rows(alone, ids), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(read_rows(together, ids), read_rows(alone, ids), strict=True):
+        assert torch.equal(actual, expected)

@@ -29,9 +29,9 @@ def _train(group, pool, steps, seed):
 
 def _equal(group, other, table):
     """Compares entries by id, because slots are random on a GPU."""
-    ours, theirs = (_entries(each.export_table(table)) for each in (group, other))
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+    actual, expected = (_entries(each.export_table(table)) for each in (group, other))
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def _entries(state):

@@ -49,8 +49,8 @@ def test_each_is_noticed(group, leave):
     lookup(group, IDS[:10])
     assert sorted(changes.find_changes().touched.tolist()) == list(range(10))
     changes.on_sync()
-    gone = leave(group)
+    removed = leave(group)
     look = changes.find_changes()
-    assert set(look.removed.tolist()) == gone
+    assert set(look.removed.tolist()) == removed
     changes.on_sync()
     assert changes.find_changes().removed.tolist() == []

@@ -52,7 +52,7 @@ def test_all_that_is_asked(table, replicas, left, ordered, monkeypatch):
             kinds.append(its)
         order = dict.fromkeys(id_ for its in kinds for ids in its for id_ in ids)
         touched = {id_ for new, old, _ in kinds for id_ in new + old}
-        known = {id_ for _, old, gone in kinds for id_ in old + gone}
+        known = {id_ for _, old, removed in kinds for id_ in old + removed}
         new, mine = kinds[own][0], [*kinds[own][0], *kinds[own][1]]
         slots = find_slots(table._group, 0, torch.tensor(mine, dtype=torch.int64))
         look = ChangedIds(torch.tensor(mine).long(), slots, len(new), torch.tensor([]).long(), None)

@@ -56,22 +56,22 @@ def test_compare_slots(table, first, n, marked, moved):
             marks(n), state.ids[first : first + n] ^ 1, state.ids[first : first + n]
         )
         given = marks(n) if marked else None
-        now, gone, ids_then, was_then = [], [], before.tolist(), was.tolist()
+        now, removed, ids_then, was_then = [], [], before.tolist(), was.tolist()
         for i in range(n):
             slot = first + i
             touched = there[slot] and (steps[slot] >= since or (marked and bool(given[i])))
-            stayed = there[slot] and was_then[i] and int(state.ids[slot]) == ids_then[i]
+            is_same = there[slot] and was_then[i] and int(state.ids[slot]) == ids_then[i]
             if not moved and there[slot] == was_then[i] and not touched:
                 continue  # an entry that was not looked up stays where it is
-            if was_then[i] and not stayed:
-                gone.append((slot, ids_then[i]))
-            if there[slot] and (touched or not stayed):
-                now.append((slot, int(state.ids[slot]), touched, stayed))
+            if was_then[i] and not is_same:
+                removed.append((slot, ids_then[i]))
+            if there[slot] and (touched or not is_same):
+                now.append((slot, int(state.ids[slot]), touched, is_same))
             was_then[i] = there[slot]
             ids_then[i] = int(state.ids[slot]) if there[slot] else ids_then[i]
         found = ops.compare_slots(*place(table), first, before, was, given, since, moved, True)
         assert list(zip(*(part.tolist() for part in found[:4]), strict=True)) == now
-        assert list(zip(*(part.tolist() for part in found[4:]), strict=True)) == gone
+        assert list(zip(*(part.tolist() for part in found[4:]), strict=True)) == removed
         assert was.tolist() == was_then
         assert [i for i, is_ in zip(before.tolist(), was_then, strict=True) if is_] == [
             i for i, is_ in zip(ids_then, was_then, strict=True) if is_

@@ -128,9 +128,9 @@ class _Replicas:
         replica = generator.randrange(self.case.replicas)
         group, table = self.groups[replica], generator.randrange(2)
         held = sorted(_held(group, table))
-        gone = generator.sample(held, len(held) // 5)
-        ids = torch.tensor(gone, dtype=torch.int64, device=self.device)
-        ends = [0, len(gone), len(gone)] if table == 0 else [0, 0, len(gone)]
+        removed = generator.sample(held, len(held) // 5)
+        ids = torch.tensor(removed, dtype=torch.int64, device=self.device)
+        ends = [0, len(removed), len(removed)] if table == 0 else [0, 0, len(removed)]
         group.erase(ids, torch.tensor(ends, device=self.device), 1)
 
     def set_epoch(self, epoch: int) -> None:

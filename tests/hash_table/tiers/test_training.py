@@ -73,8 +73,8 @@ def test_evictions(share, eviction):
     rows = initial.clone()
     everything = Bags.flat(pool)
     for _ in range(40):
-        gone = find(group, everything) < 0
-        rows[gone] = initial[gone]
+        removed = find(group, everything) < 0
+        rows[removed] = initial[removed]
         drawn = torch.rand(1500, device="cuda").pow(3).mul(9000).long()
         bags = Bags(pool[drawn], torch.arange(0, 1501, 3, device="cuda"), 500)
         out = lookup(group, bags)

@@ -33,7 +33,7 @@ from torchrec_hkv.backends.protocol import (
     TableShard,
     TensorSpec,
 )
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard
+from torchrec_hkv.backends.save_types import FileOptions, SavedFolder, SavedShard
 from torchrec_hkv.backends.workload import IdFrequencies, Work, Workload
 from torchrec_hkv.hash_table import gpu_table_bytes
 from torchrec_hkv.hash_table.eviction import can_load_policy, name_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_hkv.backends.protocol import TableShard, TensorSpec
-from torchrec_hkv.backends.saved import COUNTS
+from torchrec_hkv.backends.save_types import COUNTS
 from torchrec_hkv.hash_table import TableGroup
 from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.files.counts import (

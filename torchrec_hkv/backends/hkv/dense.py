@@ -99,8 +99,8 @@ class DenseRows:
         """
         self.flush()
         state = self._group.export_table(self._table)
-        wanted = [name for name in self._parts if (name != "weight") == states]
-        for name in wanted:
+        names = [name for name in self._parts if (name != "weight") == states]
+        for name in names:
             value = self._parts[name](state)
             value = value if name == STEP else value[self._slots]
             if name not in self._tensors:
@@ -110,7 +110,7 @@ class DenseRows:
             ):
                 self._tensors[name].copy_(value)
             self._versions[name] = self._tensors[name]._version
-        return {name: self._tensors[name] for name in wanted}
+        return {name: self._tensors[name] for name in names}
 
     def share_step(self, first: DenseRows) -> None:
         """Uses the tensor with the number of updates of another shard of the table on this rank.

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchrec_hkv.backends.saved import FileOptions, LoadCounts, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.backends.save_types import (
+    FileOptions,
+    LoadCounts,
+    SavedFolder,
+    SavedShard,
+    TablesLoad,
+)
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker, verify_removed_ids
 from torchrec_hkv.hash_table.files.counts_files import verify_counts

@@ -24,7 +24,7 @@ from torchrec_hkv.backends.protocol import (
     StorageBytes,
     TableShard,
 )
-from torchrec_hkv.backends.saved import FileOptions, SavedShard
+from torchrec_hkv.backends.save_types import FileOptions, SavedShard
 from torchrec_hkv.hash_table import TableGroup, files
 from torchrec_hkv.hash_table.files.changes import ChangeTracker
 from torchrec_hkv.hash_table.files.digest import table_digest

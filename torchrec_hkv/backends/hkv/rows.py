@@ -81,9 +81,9 @@ def entries_of(group: TableGroup, table: int, feature: int, ids: Tensor) -> dict
         slots = _find(group, table, feature, on_device)
         there = (slots >= 0).nonzero().flatten()
         read = _ops.read_slots(group.handle, table, slots[there])
-    for whole, part in zip((rows, steps, scores, states), read[1:], strict=True):
-        if len(whole):
-            whole[there] = part
+    for result, part in zip((rows, steps, scores, states), read[1:], strict=True):
+        if len(result):
+            result[there] = part
     entries = {**split_rows(rows, spec.dim), "last_steps": steps}
     if scored:
         entries["scores"] = scores
@@ -107,10 +107,10 @@ def put_rows(
     spec = group.tables[table]
     target = FileTarget(group, table, 1 << 20)
     lost = 0
-    for given, rows in batches:
-        owner = owner_rank(given, OWNERS)
+    for batch_ids, rows in batches:
+        owner = owner_rank(batch_ids, OWNERS)
         owned = ((owner >= owners[0]) & (owner < owners[1])).nonzero().flatten()
-        ids, where = given[owned].unique(return_inverse=True)
+        ids, where = batch_ids[owned].unique(return_inverse=True)
         if ids.numel() == 0:
             continue
         # If an id occurs several times, its last row is used.

@@ -17,7 +17,7 @@ from torchrec_hkv import _C
 from torchrec_hkv.backends.hkv.counts import CountsLoad, counts_spec, export_counts
 from torchrec_hkv.backends.optimizers import hash_table_optimizer
 from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.admission import Admission
 from torchrec_hkv.hash_table.files.file_target import FileTarget
@@ -128,15 +128,15 @@ def _export_state(
     for k in range(states.of_columns):
         parts[_state_name(k)] = state.states[:, k * shard.dim : (k + 1) * shard.dim]
     exported = {}
-    for name, wanted in spec.items():
+    for name, tensor_spec in spec.items():
         if name == HEAD:
             exported[name] = head_of(group, table)
             continue
         if name.startswith(COUNTS):
-            exported[name] = export_counts(group, table, wanted)
+            exported[name] = export_counts(group, table, tensor_spec)
             continue
         part = parts[name]
-        exported[name] = torch.zeros(wanted.shape, dtype=wanted.dtype, device=part.device)
+        exported[name] = torch.zeros(tensor_spec.shape, dtype=tensor_spec.dtype, device=part.device)
         exported[name][: part.shape[0]] = part
     return exported
 

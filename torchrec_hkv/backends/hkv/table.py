@@ -56,8 +56,8 @@ def memory_of(shard: TableShard, optimizer: OptimizerSpec | None) -> TableMemory
 
 def hbm_bytes_of(shard: TableShard, optimizer: OptimizerSpec | None) -> int | None:
     """Limit of the table's HBM in bytes; None for no limit."""
-    given = options_of(shard).hbm_bytes
-    return memory_of(shard, optimizer).least_hbm_bytes if given == "index" else given
+    hbm_bytes = options_of(shard).hbm_bytes
+    return memory_of(shard, optimizer).least_hbm_bytes if hbm_bytes == "index" else hbm_bytes
 
 
 def _hbm_slots(shard: TableShard) -> int:

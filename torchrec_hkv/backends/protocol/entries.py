@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from torchrec_hkv.backends.saved import EntriesLoad
+from torchrec_hkv.backends.save_types import EntriesLoad
 from torchrec_hkv.backends.specs import BackendOptions, OptimizerSpec, TableShard
 
 
@@ -69,7 +69,7 @@ class EntriesLookup:
 
     def without_entries(self, key: str) -> dict[str, torch.Tensor]:
         """The other tensors in the state of a shard that holds the first column: ``table_state``,
-        and counts (:data:`torchrec_hkv.backends.saved.COUNTS`)."""
+        and counts (:data:`torchrec_hkv.backends.save_types.COUNTS`)."""
         raise NotImplementedError
 
     def open_entries(self, key: str, owners: tuple[int, int]) -> EntriesLoad:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torchrec_hkv.backends.saved import FileOptions, SavedFolder, SavedShard, TablesLoad
+from torchrec_hkv.backends.save_types import FileOptions, SavedFolder, SavedShard, TablesLoad
 from torchrec_hkv.backends.specs import BackendOptions
 
 

@@ -12,7 +12,7 @@ from torchrec_hkv.hash_table import Optimizer
 from torchrec_hkv.hash_table.table_memory import table_memory
 from torchrec_hkv.tensor_train import TTGroup, TTShape
 from torchrec_hkv.tensor_train.hot_row_lookup import ColdLookup, lookup_with_hot_rows
-from torchrec_hkv.tensor_train.hot_rows import HotRowCache
+from torchrec_hkv.tensor_train.hot_rows import HotRows
 from torchrec_hkv.tensor_train.replicas import Replicas
 
 #: Prefix of the names of a cache's tensors in a table's state.
@@ -81,7 +81,7 @@ class TTCaches(nn.Module):
         self._group, self._sizes = group, dict(sizes)
         self._modules_by_table = nn.ModuleDict()
         for table, size in sizes.items():
-            rows = HotRowCache(
+            rows = HotRows(
                 group.shapes[table], size.rows, size.counted_ids, group.optimizer, device
             )
             rows.rows.requires_grad_(False)  # trained by the fused optimizer, or not at all
@@ -89,7 +89,7 @@ class TTCaches(nn.Module):
         self._forwards = dict.fromkeys(sizes, 0)
 
     @property
-    def by_table(self) -> dict[int, HotRowCache]:
+    def by_table(self) -> dict[int, HotRows]:
         """The caches by table index."""
         return {int(table): rows for table, rows in self._modules_by_table.items()}
 

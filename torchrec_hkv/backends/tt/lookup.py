@@ -28,7 +28,7 @@ from torchrec_hkv.backends.tt.table import (
     state_of,
 )
 from torchrec_hkv.tensor_train import TTGroup, rows_of, tt_svd
-from torchrec_hkv.tensor_train.hot_rows import HotRowCache
+from torchrec_hkv.tensor_train.hot_rows import HotRows
 from torchrec_hkv.tensor_train.replicas import Replicas, replicated_lookup
 
 #: Version of the state tensors, stored in ``"tt_shape"``.
@@ -215,7 +215,7 @@ class TTLookup(CachedLookup, GroupLookup):
             counts["hits"] = int(self._caches.by_table[table].training_hits)
         return counts
 
-    def hot_rows(self, name: str) -> HotRowCache:
+    def hot_rows(self, name: str) -> HotRows:
         """The cache of a table.
 
         Raises:
@@ -226,7 +226,7 @@ class TTLookup(CachedLookup, GroupLookup):
             raise ValueError(f"table '{name}' has no cache: give its TTOptions a cache_size.")
         return hot
 
-    def _hot_rows_of(self, name: str) -> HotRowCache | None:
+    def _hot_rows_of(self, name: str) -> HotRows | None:
         return None if self._caches is None else self._caches.by_table.get(self._index[name])
 
     def memory(self, name: str) -> StorageBytes:

@@ -25,12 +25,18 @@ def kept_quality(
     if frequencies is not None:
         ids = min(ids, frequencies.num_ids)
     dense = ids * table.embedding_dim * dtype.itemsize
-    taken = shape.num_elements * table.dtype.itemsize
-    taken += 0 if cache is None else 4 * cache.rows * table.embedding_dim
-    if taken >= dense:
+    core_bytes = shape.num_elements * table.dtype.itemsize
+    core_bytes += 0 if cache is None else 4 * cache.rows * table.embedding_dim
+    if core_bytes >= dense:
         return []
     ranks = " and ".join(map(str, shape.ranks))
-    return [Kept("compression", taken / dense, f"ranks {ranks} keep {taken / dense:.2%} of bytes")]
+    return [
+        Kept(
+            "compression",
+            core_bytes / dense,
+            f"ranks {ranks} keep {core_bytes / dense:.2%} of bytes",
+        )
+    ]
 
 
 def rank_variants(shard: TableShard) -> list[TTOptions]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps
@@ -288,7 +288,9 @@ def _by_table(what: str, given: Mapping[str, int], tables: Sequence[str]) -> dic
             f"{sorted(tables)}."
         )
     return {
-        name: next(given[known] for known in (name, short_names[name], "") if known in given)
+        name: next(
+            given[candidate] for candidate in (name, short_names[name], "") if candidate in given
+        )
         for name in tables
         if not {name, short_names[name], ""}.isdisjoint(given)
     }

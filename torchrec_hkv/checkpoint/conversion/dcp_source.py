@@ -140,7 +140,7 @@ class _RowNumberTable:
         weight: str,
         name: str,
         states: Mapping[str, str],
-        given: str | None,
+        optimizer: str | None,
         without: Sequence[str],
     ) -> None:
         self.name, self._folder = name, folder
@@ -149,9 +149,9 @@ class _RowNumberTable:
         self._states: list[DcpTensor] = []
         self._optimizer: OptimizerSpec | None = None
         if "states" not in without:
-            self._find_states(states, given)
+            self._find_states(states, optimizer)
 
-    def _find_states(self, states: Mapping[str, str], given: str | None) -> None:
+    def _find_states(self, states: Mapping[str, str], optimizer: str | None) -> None:
         rows = self._weight.shape[0]
         names = ["momentum1", *(name for name in _SECOND if name in states)]
         self._states = [self._folder.tensor(states[name]) for name in names if name in states]
@@ -165,9 +165,9 @@ class _RowNumberTable:
                 "leave states out by --without states."
             )
         if not self._states:
-            self._optimizer = None if given is None else OptimizerSpec(given)
+            self._optimizer = None if optimizer is None else OptimizerSpec(optimizer)
             return
-        kind = given or _BY_STATES.get(dims)
+        kind = optimizer or _BY_STATES.get(dims)
         found = StateColumns(dims.count(2), dims.count(1))
         if kind is None or states_of(OptimizerSpec(kind)) != found:
             raise ValueError(
@@ -220,10 +220,10 @@ class _ZchTable(_RowNumberTable):
         weight: str,
         states: Mapping[str, str],
         remapping: Remapping,
-        given: str | None,
+        optimizer: str | None,
         without: Sequence[str],
     ) -> None:
-        super().__init__(folder, weight, remapping.table, states, given, without)
+        super().__init__(folder, weight, remapping.table, states, optimizer, without)
         self._remapping, self._with_scores = remapping, "scores" not in without
 
     def source(self) -> SourceTable:
@@ -257,7 +257,7 @@ class _HashTable:
         folder: DcpFolder,
         keys: DcpKeys,
         name: str,
-        given: str | None,
+        optimizer: str | None,
         without: Sequence[str],
     ) -> None:
         begin = f"{keys.model}{name}."
@@ -288,7 +288,7 @@ class _HashTable:
                 "4 numbers."
             )
         self._head = head
-        self._optimizer = self._find_optimizer(given)
+        self._optimizer = self._find_optimizer(optimizer)
         if "states" in without:
             self._optimizer = None
             table_keys = [k for k in self._tensors if not k.startswith("optimizer_")]
@@ -296,12 +296,12 @@ class _HashTable:
         if "scores" in without:
             self._tensors.pop("scores", None)
 
-    def _find_optimizer(self, given: str | None) -> OptimizerSpec | None:
+    def _find_optimizer(self, optimizer: str | None) -> OptimizerSpec | None:
         saved = optimizer_of_layout(self._head[1])
-        if given is not None and saved is not None and given != saved.name:
+        if optimizer is not None and saved is not None and optimizer != saved.name:
             raise ValueError(
                 f"Table {self.name!r} has the states of {saved.kind}, but --optimizer is "
-                f"{given!r}: leave it out."
+                f"{optimizer!r}: leave it out."
             )
         return saved
 

@@ -282,16 +282,16 @@ class DcpWriter:
 
 
 def _copy_bytes(path: Path, info: _StorageInfo, into: BinaryIO) -> None:
-    left = info.length
+    remaining = info.length
     try:
         with open(path, "rb") as file:
             file.seek(info.offset)
-            while left:
-                piece = file.read(min(left, _PIECE))
+            while remaining:
+                piece = file.read(min(remaining, _PIECE))
                 if not piece:
-                    raise ValueError(f"{path} is cut short: {left} bytes are missing.")
+                    raise ValueError(f"{path} is cut short: {remaining} bytes are missing.")
                 into.write(piece)
-                left -= len(piece)
+                remaining -= len(piece)
                 advance(len(piece))
     except OSError as error:
         raise ValueError(f"{path} can't be read: {error.strerror}.") from None

@@ -116,12 +116,12 @@ def _safetensors(path: Path) -> RowFile:
 
 
 def _check_shape(path: Path, name: str, dtype: object, shape: tuple[int, ...]) -> None:
-    wanted = 2 if name in ("row", "state") else 1
-    whole = all(type(n) is int and n >= 0 for n in shape)
-    if dtype is None or len(shape) != wanted or not whole:
+    dimensions = 2 if name in ("row", "state") else 1
+    are_integers = all(type(n) is int and n >= 0 for n in shape)
+    if dtype is None or len(shape) != dimensions or not are_integers:
         raise ValueError(
             f"{path}: column {name!r} has type {dtype} and shape {shape}, but must have "
-            f"{wanted} dimension{'s' if wanted > 1 else ''} of numbers."
+            f"{dimensions} dimension{'s' if dimensions > 1 else ''} of numbers."
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import Backend
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.backends.specs import TableShard
 from torchrec_hkv.checkpoint.atomic_folder import AtomicFolder
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder, DcpWriter
@@ -128,8 +128,8 @@ class _TableWriter:
     def write(self, folder: Path, save: str, options: FileOptions) -> TableRecord:
         """Writes all shards of the table and returns its record."""
         batch_bytes = options.batch_bytes
-        wanted = -(-_COPIES * self._table.bytes // batch_bytes)
-        parts = max(1, min(wanted, MAX_PARTS))
+        min_parts = -(-_COPIES * self._table.bytes // batch_bytes)
+        parts = max(1, min(min_parts, MAX_PARTS))
         shards = []
         with self._spill(folder / _SPILL, parts) as spill:
             for batch in self._table.read(batch_bytes // 4):
@@ -190,10 +190,14 @@ class _TableWriter:
         load.begin(head)
         if entries is not None:
             self._check_once(entries["ids"])
-            given = self._eviction == "customized"
+            has_given_scores = self._eviction == "customized"
             load.put(
                 completed(
-                    entries, self._table, self._table.optimizer, self._clock, given_scores=given
+                    entries,
+                    self._table,
+                    self._table.optimizer,
+                    self._clock,
+                    given_scores=has_given_scores,
                 )
             )
         load.finish()

@@ -97,15 +97,15 @@ class _DcpTable:
             self._names.append("states")
         self._rows = self._num_rows(rows)
 
-    def _num_rows(self, given: int | None) -> int:
+    def _num_rows(self, num_rows: int | None) -> int:
         lowest, highest = 0, -1
         for batch in self._table.batches([], self._batch_bytes):
             if len(batch["ids"]):
                 lowest = min(lowest, int(batch["ids"].min()))
                 highest = max(highest, int(batch["ids"].max()))
-        rows = max(highest + 1, 1) if given is None else given
+        rows = max(highest + 1, 1) if num_rows is None else num_rows
         if lowest < 0 or highest >= rows or rows > 1 << 40:
-            rule = f"0 to {rows - 1}" if given is not None else "from 0 on, below 2^40"
+            rule = f"0 to {rows - 1}" if num_rows is not None else "from 0 on, below 2^40"
             raise ValueError(
                 f"Table {self._table.name!r} has ids {lowest if lowest < 0 else 0} to {highest}, "
                 f"but a stock table has rows {rule}: convert it to a file of ids and rows, such as "

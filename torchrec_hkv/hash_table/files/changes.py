@@ -145,16 +145,16 @@ class ChangeTracker:
         handle: SaveHandle | None,
     ) -> TableChanges:
         changed = []
-        left = 0
+        num_removed = 0
         with WriteBehindFile(path, handle) as file:
             for found in self._snapshot.compare(since, batch, noted):
                 changed.append(found.slots.cpu())
                 pairs = torch.stack([found.vacated_slots, found.previous_ids], dim=1).cpu()
                 file.write(host_memory(pairs))
-                left += len(pairs)
+                num_removed += len(pairs)
         entries = self._snapshot.entries
         return TableChanges(
-            torch.cat(changed), lambda: DeltaContent(entries, path.name, left, file.crc32)
+            torch.cat(changed), lambda: DeltaContent(entries, path.name, num_removed, file.crc32)
         )
 
 

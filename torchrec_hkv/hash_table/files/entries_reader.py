@@ -23,8 +23,8 @@ from torchrec_hkv.hash_table.routing import owner_rank
 
 
 def _fields(part: SavedPart, names: Collection[str]) -> list[Field]:
-    wanted = {*names, "ids", "slots"} | ({"scales"} if "rows" in names else set())
-    return [field for field in part.fields if field.name in wanted]
+    selected = {*names, "ids", "slots"} | ({"scales"} if "rows" in names else set())
+    return [field for field in part.fields if field.name in selected]
 
 
 def read_entries(

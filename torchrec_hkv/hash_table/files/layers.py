@@ -37,9 +37,9 @@ def check_layers(layers: Sequence[tuple[Path, Manifest]]) -> None:
             f"{first_folder} holds only changes of a table: load the folder of its chain of "
             "deltas instead."
         )
-    for whole, manifest in later:
+    for base, manifest in later:
         if manifest.changes is None:
-            raise ValueError(f"{whole} holds a whole table, so {first_folder} must not follow it.")
+            raise ValueError(f"{base} holds a whole table, so {first_folder} must not follow it.")
     for other, manifest in layers[1:]:
         for what in ("table", "state_layout", "bucket_slots", "reduced"):
             if getattr(manifest, what) != getattr(newest, what):
@@ -82,8 +82,8 @@ class SlotFilter:
         while self._layer < layer:
             folder, manifest = self._layers[self._layer]
             if manifest.changes is not None:
-                for left, _ in read_removed_ids(folder, manifest.changes, _PAIRS):
-                    self._named[left] = True
+                for removed_slots, _ in read_removed_ids(folder, manifest.changes, _PAIRS):
+                    self._named[removed_slots] = True
             self._layer += 1
         picked = ~self._named[slots]
         self._named[slots] = True

@@ -149,8 +149,8 @@ class Manifest:
     @property
     def files(self) -> list[str]:
         """The names of all files except the manifest itself."""
-        left = [] if self.changes is None else [self.changes.left_file]
-        return [part.file for part in (*self.shards, self.counts) if part is not None] + left
+        removed_ids = [] if self.changes is None else [self.changes.left_file]
+        return [part.file for part in (*self.shards, self.counts) if part is not None] + removed_ids
 
 
 _NUMBER = Number()

@@ -89,9 +89,9 @@ def _check_counts(counts: CountsFile, place: JsonPlace) -> None:
     if (counts.kind == "cells") != (counts.cell_bits == 128):
         allowed = "128" if counts.kind == "cells" else "8 or 16"
         raise place.of("cell_bits").refuse(counts.cell_bits, f"{allowed} for {counts.kind}")
-    whole = 128 if counts.kind == "cells" else 16
-    if counts.bytes % whole:
-        raise place.of("bytes").refuse(counts.bytes, f"a multiple of {whole}")
+    unit_bytes = 128 if counts.kind == "cells" else 16
+    if counts.bytes % unit_bytes:
+        raise place.of("bytes").refuse(counts.bytes, f"a multiple of {unit_bytes}")
 
 
 def _check_changes(changes: DeltaContent, entries: int, slots: int, place: JsonPlace) -> None:

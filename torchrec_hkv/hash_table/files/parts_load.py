@@ -307,9 +307,9 @@ class PartsLoad:
                 column_offset=spec.column_offset,
             ).to(spec.dtype)
         states = torch.zeros(n, self._state_dim)
-        given = self._states_of(batch, columns)
+        saved_states = self._states_of(batch, columns)
         copy_columns(
-            batch["rows"], given, columns, rows, states, self.columns, self._states, filled=0
+            batch["rows"], saved_states, columns, rows, states, self.columns, self._states, filled=0
         )
         names = {field.name for field in self._target.fields}
         converted = {**batch, "rows": rows, "states": states}
@@ -345,10 +345,10 @@ class PartsLoad:
         slots = slots[there]
         current = _ops.read_slots(group.handle, table, slots)
         own_ids, rows, last_steps, scores, states = current
-        given = self._states_of(batch, columns).to(device)
+        saved_states = self._states_of(batch, columns).to(device)
         copy_columns(
             batch["rows"].to(device)[there],
-            given[there],
+            saved_states[there],
             columns,
             rows,
             states,

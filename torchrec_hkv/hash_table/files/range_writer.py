@@ -72,13 +72,13 @@ class RangeWriter:
         while at < n:
             if self._writer is None:
                 self._begin_file()
-            room = len(self._memory["ids"])
-            end = min(n, at + room - self._filled)
+            capacity = len(self._memory["ids"])
+            end = min(n, at + capacity - self._filled)
             for name, to in self._memory.items():
                 copy_to_host(to[self._filled : self._filled + end - at], batch[name][at:end])
             self._filled += end - at
             at = end
-            if self._filled == room:
+            if self._filled == capacity:
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
                 self._write()

@@ -190,7 +190,7 @@ def _write_files(
         copy_shards(source, writers, handle)
     written.append(folder / counts_name(save_name))
     unadmitted = write_counts(group, table, folder, save_name, batch_bytes, handle)
-    known = Manifest(
+    manifest = Manifest(
         save=new_save_id() if save_id is None else save_id,
         table=describe(group, table),
         capacity=group.tables[table].capacity,
@@ -209,7 +209,7 @@ def _write_files(
 
     def finish() -> Manifest:
         return dataclasses.replace(
-            known,
+            manifest,
             shards=tuple(shard for writer in writers for shard in writer.shards),
             counts=unadmitted(),
             changes=found.delta_content(),

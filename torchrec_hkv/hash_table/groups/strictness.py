@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.groups.counters import COUNTERS
-from torchrec_hkv.hash_table.groups.holds import GroupHolds
+from torchrec_hkv.hash_table.groups.locks import GroupLocks
 from torchrec_hkv.hash_table.spec_checks import crowded_message
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
 _CROWDED = COUNTERS.index("crowded")
 
 
-class GroupStrictness(GroupHolds):
+class GroupStrictness(GroupLocks):
     """Checks of strict tables; a base of ``TableGroup``."""
 
     tables: tuple[TableSpec, ...]

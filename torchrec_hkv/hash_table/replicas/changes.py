@@ -97,16 +97,16 @@ class ReplicaChanges:
             # No entry came or went, so all of these were looked up.
             return ChangedIds(ids, slots, 0, previous_ids, None)
         touched = _joined([found.touched for found in differences])
-        known, left, previous_order = same_id, previous_ids, None
+        in_last_sync, removed, previous_order = same_id, previous_ids, None
         if previous_ids.numel():
             previous_ids, previous_order = previous_ids.sort()
             # The id is in another slot than before, because the table has grown, or because the id
             # had lost its slot.
             moved = ~same_id & torch.isin(ids, previous_ids)
-            known = same_id | moved
-            left = previous_ids[find_slots(self._group, self._table, previous_ids) < 0].unique()
+            in_last_sync = same_id | moved
+            removed = previous_ids[find_slots(self._group, self._table, previous_ids) < 0].unique()
         # An entry that is new and was not looked up was restored, for example by an import of rows.
-        new, old = (~known).nonzero().flatten(), (touched & known).nonzero().flatten()
+        new, old = (~in_last_sync).nonzero().flatten(), (touched & in_last_sync).nonzero().flatten()
         scores = None
         if self._scores is not None:
             self._grow_scores()
@@ -121,7 +121,7 @@ class ReplicaChanges:
                 self._scores[slots.cpu()] = scores.cpu()
             scores = scores[old]
         order = torch.cat([new, old])
-        return ChangedIds(ids[order], slots[order], new.numel(), left, scores)
+        return ChangedIds(ids[order], slots[order], new.numel(), removed, scores)
 
     def _all_changed(self) -> ChangedIds:
         """All entries as changed; it is not known which ids left."""

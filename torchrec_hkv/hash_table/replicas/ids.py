@@ -69,7 +69,7 @@ def merge_ids(
         return MergedIds(
             *_ops.meet_ids(group.handle, table, list(replicas), flat, replica, changes.slots)
         )
-    ids, known, left, places = _merge(
+    ids, in_last_sync, removed, places = _merge(
         [
             of_replica.split(list(split_sizes))
             for of_replica, split_sizes in zip(replicas, sizes, strict=True)
@@ -84,7 +84,7 @@ def merge_ids(
     others = (~touched).nonzero().flatten()
     slots.index_copy_(0, others, find_slots(group, table, ids.index_select(0, others)))
     absent = (slots < 0).nonzero().flatten()
-    return MergedIds(ids, known, touched, is_new, slots, left, places, absent)
+    return MergedIds(ids, in_last_sync, touched, is_new, slots, removed, places, absent)
 
 
 def _merge(
@@ -96,18 +96,23 @@ def _merge(
     joined, sizes = torch.cat(parts), [part.numel() for part in parts]
     ids, places = _distinct(joined)
     places_of = places.split(sizes)
-    known = torch.zeros_like(ids, dtype=torch.bool)
+    in_last_sync = torch.zeros_like(ids, dtype=torch.bool)
     for kind in (1, 2):
         for places in places_of[kind::3]:
-            known.index_fill_(0, places, True)
+            in_last_sync.index_fill_(0, places, True)
     replica_positions = torch.cat(places_of[3 * replica : 3 * replica + 2])
     if not any(sizes[2::3]):
-        return ids, known, ids[:0], replica_positions
-    touched = torch.zeros_like(known)
+        return ids, in_last_sync, ids[:0], replica_positions
+    touched = torch.zeros_like(in_last_sync)
     for kind in (0, 1):
         for places in places_of[kind::3]:
             touched.index_fill_(0, places, True)
-    return ids[touched], known[touched], ids[~touched], (touched.cumsum(0) - 1)[replica_positions]
+    return (
+        ids[touched],
+        in_last_sync[touched],
+        ids[~touched],
+        (touched.cumsum(0) - 1)[replica_positions],
+    )
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:

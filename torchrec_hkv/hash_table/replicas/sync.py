@@ -225,7 +225,7 @@ def _gather_ids(
     ]
     heads = [sync._clock_values() for sync in syncs]
     widths = [head.numel() for head in heads]
-    begin, room = sum(widths) + len(kinds), syncs[0]._first_call_ids  # of ids
+    begin, first_call_ids = sum(widths) + len(kinds), syncs[0]._first_call_ids  # of ids
     number = sum(kinds)
     parts = [*heads, heads[0].new_tensor(kinds)]
     parts += [
@@ -234,10 +234,10 @@ def _gather_ids(
         for ids in (table_changes.touched, table_changes.removed)
         if ids.numel()
     ]
-    if number < room:
-        parts.append(heads[0].new_zeros(room - number))
+    if number < first_call_ids:
+        parts.append(heads[0].new_zeros(first_call_ids - number))
     local_ids = torch.cat(parts)
-    messages = wire.gather_same(local_ids[: begin + room])
+    messages = wire.gather_same(local_ids[: begin + first_call_ids])
     heads_of = torch.stack([message[:begin] for message in messages]).tolist()
     at = 0
     for sync, width in zip(syncs, widths, strict=True):
@@ -248,8 +248,11 @@ def _gather_ids(
     of_replicas = [
         message[begin : begin + length] for message, length in zip(messages, lengths, strict=True)
     ]
-    if max(lengths) > room:
-        rest = wire.gather(local_ids[begin + room :], [max(0, length - room) for length in lengths])
+    if max(lengths) > first_call_ids:
+        rest = wire.gather(
+            local_ids[begin + first_call_ids :],
+            [max(0, length - first_call_ids) for length in lengths],
+        )
         of_replicas = [torch.cat(both) for both in zip(of_replicas, rest, strict=True)]
     syncs[0]._first_call_ids = min(_MAX_ROOM, max(lengths) * 9 // 8)
     tables = [(sync._group, table) for sync in syncs for table in sync._tables]

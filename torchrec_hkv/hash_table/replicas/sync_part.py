@@ -270,18 +270,18 @@ def rounds(tables: Sequence[TableSync], max_bytes: int) -> Iterator[list[SyncPar
         max_bytes: maximal bytes of the rows of a round.
     """
     some: list[SyncPart] = []
-    taken = 0
+    used_bytes = 0
     for table in tables:
         begin = 0
         while begin < table.ids.numel():
-            room = (max_bytes - taken) // table.row_bytes
-            if room < 1 and some:
+            max_ids = (max_bytes - used_bytes) // table.row_bytes
+            if max_ids < 1 and some:
                 yield some
-                some, taken = [], 0
+                some, used_bytes = [], 0
                 continue
-            end = min(table.ids.numel(), begin + max(1, room))
+            end = min(table.ids.numel(), begin + max(1, max_ids))
             some.append(SyncPart(table, slice(begin, end)))
-            taken += (end - begin) * table.row_bytes
+            used_bytes += (end - begin) * table.row_bytes
             begin = end
     if some:
         yield some

@@ -321,12 +321,12 @@ def _uneven(
     tensors = [batch.lengths, values] + ([] if batch.weights is None else [batch.weights])
     labels = ["lengths", "values", "weights"][: len(tensors)]
     like_ids = len(tensors) - 1
-    whole = KeyedJaggedTensor(
+    batch_of_ranks = KeyedJaggedTensor(
         keys=batch.keys, values=values, lengths=batch.lengths, weights=batch.weights, stride=stride
     )
     return KJTAllToAllTensorsAwaitable(
         pg=plan.pg,
-        input=whole,
+        input=batch_of_ranks,
         splits=plan.splits,
         input_splits=[[features * stride for features in plan.splits], *[sent] * like_ids],
         output_splits=[[plan.local * n for n in samples], *[received] * like_ids],

@@ -99,9 +99,10 @@ class Exchange:
             )
         for table, dtype in self.wire_dtypes.items():
             if dtype not in WIRE_DTYPES:
-                of = f" of table {table!r}" if table else ""
+                of_table = f" of table {table!r}" if table else ""
                 raise ValueError(
-                    f"The wire dtype{of} is {dtype!r}, but must be one of {list(WIRE_DTYPES)}."
+                    f"The wire dtype{of_table} is {dtype!r}, but must be one of "
+                    f"{list(WIRE_DTYPES)}."
                 )
 
     @property
@@ -226,10 +227,10 @@ def _parts(items: Sequence[Info], count: int, weights: Sequence[float]) -> list[
     parts: list[list[Info]] = []
     position, part_weight = 0, 0.0
     for number in range(1, count + 1):
-        wanted, first = sum(weights) * number / count, position
+        target_weight, first = sum(weights) * number / count, position
         # Take at least one item, and leave at least one per later part.
         while position < len(items) - (count - number) and (
-            position == first or part_weight + weights[position] / 2 <= wanted
+            position == first or part_weight + weights[position] / 2 <= target_weight
         ):
             part_weight += weights[position]
             position += 1

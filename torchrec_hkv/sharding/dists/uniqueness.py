@@ -54,13 +54,14 @@ class Uniqueness:
         Raises:
             ValueError: a table does not exist, or ``unique`` has no effect.
         """
-        for field, known in (("unique", tables), ("shard_unique", backend_tables)):
-            given = getattr(self, field)
-            unknown = [] if isinstance(given, bool) else sorted(set(given) - set(known))
+        for field, known_tables in (("unique", tables), ("shard_unique", backend_tables)):
+            value = getattr(self, field)
+            unknown = [] if isinstance(value, bool) else sorted(set(value) - set(known_tables))
             if unknown:
                 which = "tables on backends" if field == "shard_unique" else "tables"
                 raise ValueError(
-                    f"{field} names {unknown}, but the collection has {which} {sorted(known)}."
+                    f"{field} names {unknown}, but the collection has {which} "
+                    f"{sorted(known_tables)}."
                 )
         if self.unique and not (self.is_checked or dedups):
             raise ValueError(

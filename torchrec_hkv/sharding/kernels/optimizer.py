@@ -132,23 +132,25 @@ def optimizer_spec(table: str, fused_params: Mapping[str, Any]) -> OptimizerSpec
     # If no optimizer is named, momentum and weight decay are refused, because a stock table would
     # ignore them but torch.optim.SGD would not.
     attributes = {**_FOR_ALL, **(_ATTRIBUTES[name] if is_named else {})}
-    known = {*attributes, *_TRANSLATED, *(_TRANSLATED_BY_NAME[name] if is_named else ())}
+    allowed = {*attributes, *_TRANSLATED, *(_TRANSLATED_BY_NAME[name] if is_named else ())}
     described = name if is_named else f"no optimizer named, which means {name},"
-    _refuse_others(table, described, fused_params, frozenset(known))
-    given: dict[str, Any] = {"name": name}
+    _refuse_others(table, described, fused_params, frozenset(allowed))
+    spec_arguments: dict[str, Any] = {"name": name}
     if name == "ftrl":
-        given["initial_accumulator"] = _FTRL_INITIAL_ACCUMULATOR
+        spec_arguments["initial_accumulator"] = _FTRL_INITIAL_ACCUMULATOR
     for key, attribute in attributes.items():
         if fused_params.get(key) is not None:
-            given[attribute] = fused_params[key]
+            spec_arguments[attribute] = fused_params[key]
     if (betas := fused_params.get("betas")) is not None:
-        given["beta1"], given["beta2"] = betas
-    given.update(_step_mode(table, fused_params))
-    given.update(_clip_output(table, fused_params))
-    given.update(_decay_mode(table, name, fused_params))
-    if _MAX_NORM in known:
-        given["max_norm"] = fused_params.get(_MAX_NORM) or None  # FBGEMM's 0 means no bound
-    return OptimizerSpec(**given)
+        spec_arguments["beta1"], spec_arguments["beta2"] = betas
+    spec_arguments.update(_step_mode(table, fused_params))
+    spec_arguments.update(_clip_output(table, fused_params))
+    spec_arguments.update(_decay_mode(table, name, fused_params))
+    if _MAX_NORM in allowed:
+        spec_arguments["max_norm"] = (
+            fused_params.get(_MAX_NORM) or None
+        )  # FBGEMM's 0 means no bound
+    return OptimizerSpec(**spec_arguments)
 
 
 def _refuse(table: str, what: str, allowed: str) -> ValueError:
@@ -245,10 +247,10 @@ def name_optimizer(parameter: torch.Tensor) -> None:
     """
     classes: list[type[torch.optim.Optimizer]] = getattr(parameter, "_optimizer_classes", [])
     if len(classes) == 1 and classes[0] in _UNKNOWN_TO_TORCHREC:
-        known, defaults = _UNKNOWN_TO_TORCHREC[classes[0]]
+        optimizer_class, defaults = _UNKNOWN_TO_TORCHREC[classes[0]]
         # Copied, because all parameters of one call share their classes and arguments.
         parameter._optimizer_kwargs = [{**defaults, **parameter._optimizer_kwargs[0]}]
-        parameter._optimizer_classes = [known]
+        parameter._optimizer_classes = [optimizer_class]
 
 
 def applied_optimizer(
@@ -273,13 +275,13 @@ def applied_optimizer(
         )
     merged = dict(sharder_fused_params or {})
     if classes:
-        known, defaults = _UNKNOWN_TO_TORCHREC.get(classes[0], (classes[0], {}))
+        optimizer_class, defaults = _UNKNOWN_TO_TORCHREC.get(classes[0], (classes[0], {}))
         merged.update({**defaults, **kwargs[0]})
         if "lr" in merged:
             merged["learning_rate"] = merged.pop("lr")
         if "optimizer" not in kwargs[0]:
             try:
-                merged["optimizer"] = optimizer_type_to_emb_opt_type(known)
+                merged["optimizer"] = optimizer_type_to_emb_opt_type(optimizer_class)
             except ValueError:
                 raise ValueError(
                     f"Table {table!r} can't be trained with {classes[0].__name__}: "
@@ -317,8 +319,8 @@ def check_fused_optimizer(
         where = " on a CPU" if name != "ftrl" else ""
         raise ValueError(f"table {table!r}: stock tables lack the optimizer {name}{where}.")
     of_parameter: list[dict[str, Any]] = getattr(parameter, "_optimizer_kwargs", [])
-    given = {**(sharder_fused_params or {}), **(of_parameter[0] if of_parameter else {})}
+    all_params = {**(sharder_fused_params or {}), **(of_parameter[0] if of_parameter else {})}
     allowed = {**_FOR_ALL, **_ATTRIBUTES[name]}
-    for argument in given:
+    for argument in all_params:
         if argument in allowed and argument not in _fbgemm_defaults():
             raise ValueError(f"table {table!r}: stock tables lack the argument {argument}.")

@@ -18,38 +18,39 @@ from torchrec_hkv.sharding.parameter_sharding import KERNEL, BackendParameterSha
 OUTPUT_DTYPE = "output_dtype"
 
 
-def output_dtype(table: str, given: Any) -> torch.dtype:
+def output_dtype(table: str, requested: Any) -> torch.dtype:
     """Converts ``output_dtype`` to a torch dtype; None is float32, as for stock tables.
 
     Args:
         table: name of the table, for the message.
-        given: FBGEMM's ``SparseType``, TorchRec's ``DataType``, or None.
+        requested: FBGEMM's ``SparseType``, TorchRec's ``DataType``, or None.
 
     Raises:
-        ValueError: ``given`` has another type.
+        ValueError: ``requested`` has another type.
     """
-    if given is None:
+    if requested is None:
         return torch.float32
-    if isinstance(given, SparseType):
-        return given.as_dtype()
-    if isinstance(given, DataType):
-        return data_type_to_dtype(given)
+    if isinstance(requested, SparseType):
+        return requested.as_dtype()
+    if isinstance(requested, DataType):
+        return data_type_to_dtype(requested)
     raise ValueError(
-        f"Table {table!r} has output_dtype={given!r}, but it must be a SparseType or a DataType."
+        f"Table {table!r} has output_dtype={requested!r}, but it must be a SparseType or a "
+        "DataType."
     )
 
 
-def check_output_dtype(table: str, backend: str, given: Any) -> torch.dtype:
+def check_output_dtype(table: str, backend: str, requested: Any) -> torch.dtype:
     """Converts ``output_dtype`` of a table on a backend; see :func:`output_dtype`.
 
     Raises:
         ValueError: the backend does not support the dtype.
     """
-    dtype = output_dtype(table, given)
+    dtype = output_dtype(table, requested)
     allowed = registry.get(backend).output_dtypes
     if dtype not in allowed:
         raise ValueError(
-            f"Table {table!r} has output_dtype={given}, but backend {backend!r} supports only "
+            f"Table {table!r} has output_dtype={requested}, but backend {backend!r} supports only "
             f"{', '.join(map(str, allowed))}."
         )
     return dtype
@@ -61,8 +62,8 @@ def output_dtype_of_ranks(
     """The output dtype of a sharding's groups on all ranks, which all have the same dtype
     (:func:`check_output_dtypes`)."""
     for group in itertools.chain.from_iterable(groups_of_ranks):
-        given = (group.fused_params or {}).get(OUTPUT_DTYPE)
-        return output_dtype(group.embedding_tables[0].name, given)
+        requested = (group.fused_params or {}).get(OUTPUT_DTYPE)
+        return output_dtype(group.embedding_tables[0].name, requested)
     return torch.float32
 
 
@@ -80,15 +81,15 @@ def check_output_dtypes(
     """
     found: dict[str, dict[str, torch.dtype]] = {}
     for name, sharding in shardings.items():
-        given = sharding.output_dtype
-        if given is None:
-            given = (fused_params or {}).get(OUTPUT_DTYPE)
+        requested = sharding.output_dtype
+        if requested is None:
+            requested = (fused_params or {}).get(OUTPUT_DTYPE)
         if isinstance(sharding, BackendParameterSharding) and sharding.compute_kernel == KERNEL:
-            dtype = check_output_dtype(name, sharding.backend, given)
+            dtype = check_output_dtype(name, sharding.backend, requested)
         elif sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
             dtype = torch.float32  # dense kernels ignore output_dtype
         else:
-            dtype = output_dtype(name, given)
+            dtype = output_dtype(name, requested)
         found.setdefault(sharding.sharding_type, {})[name] = dtype
     for dtypes in found.values():
         (first, dtype), *others = dtypes.items()

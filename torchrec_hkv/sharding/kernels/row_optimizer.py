@@ -48,11 +48,11 @@ class InBackwardOptimizer(FusedOptimizer):
         parameter group, a number or a tensor, when this property is read and in :meth:`step` and
         :meth:`zero_grad`. Does not synchronize with the device.
         """
-        given = self.param_groups[0]["lr"]
-        if isinstance(given, torch.Tensor) and given.device.type != "cpu":
-            self._on_device.copy_(given.detach(), non_blocking=True)
+        group_rate = self.param_groups[0]["lr"]
+        if isinstance(group_rate, torch.Tensor) and group_rate.device.type != "cpu":
+            self._on_device.copy_(group_rate.detach(), non_blocking=True)
             self._value = float("nan")  # unknown on the host
-        elif (value := float(given)) != self._value:
+        elif (value := float(group_rate)) != self._value:
             self._on_device.fill_(value)
             self._value = value
         return self._on_device

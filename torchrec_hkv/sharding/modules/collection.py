@@ -301,12 +301,12 @@ class BackendCollection:
         """
         loads: list[tuple[str, dict[str, torch.Tensor]]] = []
         exchanged: dict[str, dict[str, torch.Tensor]] = {}
-        taken: list[str] = []
+        loaded_keys: list[str] = []
         for name, state in self._table_states.items():
             table_prefix = f"{prefix}{self.tables_attribute}.{name}."
             present = {key: f"{table_prefix}{key}" for key in state.keys}
             present = {key: path for key, path in present.items() if path in state_dict}
-            taken.extend(present.values())
+            loaded_keys.extend(present.values())
             if _skips_file_tables.get() and self._sharded_table(name).has_files:
                 continue
             if not self._is_built and not state.is_dense:
@@ -328,7 +328,7 @@ class BackendCollection:
             self._exchange_tensors(exchanged)
         for key, local in loads:
             lookups[key].load_table(key, local)
-        for path in taken:
+        for path in loaded_keys:
             del state_dict[path]
         # A state dict has no placeholders, but nn.Module expects one per parameter.
         for name in self._table_states:

@@ -243,13 +243,13 @@ class DMPCollection(model_parallel.DMPCollection):
         """The sync of each group of tables, and the ranks that hold the same shards."""
         for _, collection in named_collections(self):
             lookups = collection.group_lookups()
-            seen: set[GroupLookup] = set()
+            visited: set[GroupLookup] = set()
             for table in collection.sharded_tables().values():
                 if table.planned.sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
                     continue  # all ranks hold it, and average its gradients
                 for key in table.state.keys_on(dist.get_rank()):
-                    if lookups[key] not in seen:
-                        seen.add(lookups[key])
+                    if lookups[key] not in visited:
+                        visited.add(lookups[key])
                         replicas = collection.replica_group
                         yield lookups[key].replica_sync(replicas), replicas
 

@@ -35,20 +35,20 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from _walk("", model, set())
 
 
-def _walk(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    if id(module) in seen:
+def _walk(path: str, module: nn.Module, visited: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    if id(module) in visited:
         return
-    seen.add(id(module))
+    visited.add(id(module))
     if isinstance(module, DistributedModelParallel):
         for child in module.children():
-            for below, found in _walk("", child, seen):
+            for below, found in _walk("", child, visited):
                 first, _, rest = below.partition(".")
                 yield joined(path, rest if first == _WRAPPED else below), found
         return
     yield path, module
     for name, child in module.named_children():
         is_wrapper = isinstance(module, FullyShardedDataParallel)
-        yield from _walk(path if is_wrapper else joined(path, name), child, seen)
+        yield from _walk(path if is_wrapper else joined(path, name), child, visited)
 
 
 def named_collections(model: nn.Module) -> Iterator[tuple[str, BackendCollection]]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 
@@ -101,8 +101,8 @@ class _StateExchange:
     def _keys_of_entries(self) -> list[str]:
         """Names of one-dimensional tensors, which shards of the first column have."""
         spec = self._state.specs[self._rows[0][0]]
-        whole = ("table_state", LAYOUT_KEY)
-        keys = [key for key in spec if len(spec[key].shape) == 1 and key not in whole]
+        table_keys = ("table_state", LAYOUT_KEY)
+        keys = [key for key in spec if len(spec[key].shape) == 1 and key not in table_keys]
         return [key for key in keys if not key.startswith(COUNTS)]
 
     def _keys_of_counts(self, index: int) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """A result as text and as JSON.
 
     Attributes:

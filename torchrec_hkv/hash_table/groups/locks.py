@@ -7,7 +7,7 @@ import types
 from torchrec_hkv import _C
 
 
-class Hold:
+class GroupLock:
     """A context that locks a group.
 
     Args:
@@ -30,8 +30,8 @@ class Hold:
         self._group.release(self._kind)
 
 
-class UnchangedHold(Hold):
-    """A hold in which nothing changes, and no table is in the middle of growing.
+class UnchangedLock(GroupLock):
+    """A lock under which nothing changes, and no table is in the middle of growing.
 
     Args:
         group: the group.
@@ -54,12 +54,12 @@ class UnchangedHold(Hold):
             self._group.release(_C.Hold.ALONE)
 
 
-class GroupHolds:
+class GroupLocks:
     """Locks of a group; a base of ``TableGroup``."""
 
     _group: _C.TableGroup
 
-    def unchanged(self) -> Hold:
+    def unchanged(self) -> GroupLock:
         """A context in which the tables of the group do not change.
 
         Everything read in it is consistent: saves of several tables, exports, counters. Calls of
@@ -69,13 +69,13 @@ class GroupHolds:
         Raises:
             RuntimeError: this thread changes a table within the context.
         """
-        return UnchangedHold(self._group)
+        return UnchangedLock(self._group)
 
-    def reading(self) -> Hold:
+    def reading(self) -> GroupLock:
         """Like :meth:`unchanged`, but a table may be in the middle of growing."""
-        return Hold(self._group, _C.Hold.UNCHANGED)
+        return GroupLock(self._group, _C.Hold.UNCHANGED)
 
-    def alone(self) -> Hold:
+    def alone(self) -> GroupLock:
         """A context in which calls of other threads wait.
 
         Other threads see the changes made in it as one.
@@ -83,4 +83,4 @@ class GroupHolds:
         Raises:
             RuntimeError: the thread is within :meth:`unchanged`.
         """
-        return Hold(self._group, _C.Hold.ALONE)
+        return GroupLock(self._group, _C.Hold.ALONE)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_hkv.planner.budget import MissingMemory
+from torchrec_hkv.planner.missing_memory import MissingMemory
 from torchrec_hkv.planner.options import kernel_of
 
 
@@ -50,10 +50,10 @@ def why_rejected(
             of_kernel = [option for option in of_kernel if not loses_more(option, chosen)]
             of_kernel = _notable(of_kernel) if are_many else of_kernel
             reasons[kernel] = _reason(of_kernel, others, best, missing, rating)
-    whole = [option for option in options if loses_more(chosen, option)]
-    if whole and not reasons:  # a single kernel, with a choice of sizes
+    with_more_loss = [option for option in options if loses_more(chosen, option)]
+    if with_more_loss and not reasons:  # a single kernel, with a choice of sizes
         name = f"{kernel_of(chosen)} without loss"
-        reasons[name] = _reason(whole, others, best, missing, rating)
+        reasons[name] = _reason(with_more_loss, others, best, missing, rating)
     return reasons
 
 

@@ -100,13 +100,13 @@ class ReplayedLog:
         """The results as a dictionary for JSON."""
         tables = {}
         for name, table in self.tables.items():
-            seen = table.frequencies
+            frequencies = table.frequencies
             fields = {
                 **vars(table),
                 "frequencies": {
-                    "histogram": [list(pair) for pair in seen.histogram],
-                    "lowest": seen.lowest,
-                    "highest": seen.highest,
+                    "histogram": [list(pair) for pair in frequencies.histogram],
+                    "lowest": frequencies.lowest,
+                    "highest": frequencies.highest,
                 },
             }
             fields["curves"] = [_curve_content(curve) for curve in table.curves]
@@ -186,11 +186,11 @@ class ReplayedLog:
                 )
         hulls = {name: _hull(table) for name, table in self.tables.items()}
         chosen = {name: hull[0] for name, hull in hulls.items()}
-        left = max_bytes - sum(capacity.bytes for capacity in chosen.values())
-        if left < 0:
+        remaining = max_bytes - sum(capacity.bytes for capacity in chosen.values())
+        if remaining < 0:
             raise ValueError(
                 f"The budget is {max_bytes:,} bytes, but the fewest rows that were replayed take "
-                f"{max_bytes - left:,}: replay fewer rows, or give more."
+                f"{max_bytes - remaining:,}: replay fewer rows, or give more."
             )
         steps = [
             (gain / (high.bytes - low.bytes), at, name, low, high)
@@ -204,10 +204,10 @@ class ReplayedLog:
             > 0
         ]
         for _, _, name, low, high in sorted(steps, key=lambda step: (-step[0], step[1])):
-            taken = min(left, high.bytes - low.bytes)
-            chosen[name] = _between(low, high, taken / (high.bytes - low.bytes))
-            left -= taken
-            if left <= 0:
+            spent = min(remaining, high.bytes - low.bytes)
+            chosen[name] = _between(low, high, spent / (high.bytes - low.bytes))
+            remaining -= spent
+            if remaining <= 0:
                 break
         return chosen
 

@@ -134,7 +134,7 @@ def refusal(missing: MissingMemory, topology: Topology) -> str:
     more = len(missing.tables) - _MAX_NAMED
     others = f" and {more} others" if more > 0 else ""
     ranks = len(topology.devices)
-    room = _memory_text(
+    available = _memory_text(
         Storage(
             sum(device.storage.hbm for device in topology.devices),
             sum(device.storage.ddr for device in topology.devices),
@@ -142,7 +142,7 @@ def refusal(missing: MissingMemory, topology: Topology) -> str:
     )
     return (
         f"There is insufficient storage for a plan: {ranks} rank{'s' if ranks > 1 else ''} with "
-        f"{room} for tables lack {missing} for tables {', '.join(named)}{others}."
+        f"{available} for tables lack {missing} for tables {', '.join(named)}{others}."
     )
 
 

@@ -111,17 +111,17 @@ def export(
         OSError: the folder can't be written.
     """
     target = Path(folder)
-    given = ExportArguments(
+    export_arguments = ExportArguments(
         model, target, rows, inputs, kwargs, unknown, checkpoint, deltas, memory_bytes, package,
         lookup_counts,
     )  # fmt: skip
     tables = find_tables(model)
     checked: list[ExportSettings] = []
-    on_every_rank(lambda: checked.append(ExportSettings.of(given, tables)))
+    on_every_rank(lambda: checked.append(ExportSettings.of(export_arguments, tables)))
     place = ExportFolder(target)
     try:
         on_leader(place.open)
-        _Writer(given, tables, checked[0], place.path).write()
+        _Writer(export_arguments, tables, checked[0], place.path).write()
         on_leader(place.replace)
     finally:
         place.close()
@@ -176,10 +176,10 @@ class _Writer:
         """Passes all rows of a table to the builder, and returns its error. Every rank iterates to
         the end, because batches are collective calls."""
         failure: Exception | None = None
-        given = [(builder.add, self._source.batches(table))]
+        consumers = [(builder.add, self._source.batches(table))]
         if self._arguments.lookup_counts:
-            given.append((counts.add, self._source.counts(table)))
-        for add, batches in given:
+            consumers.append((counts.add, self._source.counts(table)))
+        for add, batches in consumers:
             for ids, rows in batches:
                 if _is_writer() and failure is None:
                     try:
