@@ -16,7 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables
+from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables, table_names
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
@@ -144,12 +144,14 @@ class _Load:
         return self._folder.is_tensor(self._keys.model + name)
 
     def _find_sources(self, names: list[str]) -> None:
-        found = {t.name: t for t in dcp_tables(self._folder, self._keys, None, ()).tables}
+        tables = dcp_tables(self._folder, self._keys, None, (), names).tables
+        found = {table.name: table for table in tables}
         missing = [name for name in names if name not in found]
         if missing and self._strict:
             raise ValueError(
-                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. With "
-                "strict=False, missing tables stay unchanged."
+                f"{self._path} has no table {missing[0]!r}: it has "
+                f"{sorted(table_names(self._folder, self._keys))}. With strict=False, missing "
+                "tables stay unchanged."
             )
         for name in names:
             if name in found:
@@ -246,9 +248,11 @@ class _Load:
         if not held:
             return
         optimizer = table.planned.optimizer
-        head = torch.tensor([1, layout_of(optimizer), source.updates, clock])
         loads = {s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in held}
         for shard in held:
+            # The source has no epoch: that of the group stays, which other tables may have loaded.
+            first = 1 | lookups[shard.key].epoch() << 8
+            head = torch.tensor([first, layout_of(optimizer), source.updates, clock])
             heads.setdefault(lookups[shard.key], {})[shard.key] = head
             loads[shard.key].begin(head)
         given = held[0].options.score_source is not None
