@@ -7,8 +7,10 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.support.checkpointed import held, joined, make_tables, train
+from tests.support.converted import entries_of
 from torchrec_hkv import checkpoint, get_epoch, set_epoch
 from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from torchrec_hkv.checkpoint.opened import Saved
 
 
 def _make(world_size, device):
@@ -37,5 +39,9 @@ def test_loaded(run_ranks, tmp_path):
     assert joined(saved) == joined(run_ranks(1, _load, tmp_path / "dcp"))
     with pytest.raises(ValueError, match=r"'ebc\.embedding_bags\.lfu' has an epoch"):
         convert(tmp_path / "dcp", tmp_path / "all", Options())
+    convert(tmp_path / "dcp", tmp_path / "all", Options(without=["scores"]))
+    entries = entries_of(Saved.open(tmp_path / "all"), "lfu")
+    assert "scores" not in entries
+    assert len(entries["last_steps"].unique()) == 1
     made = convert(tmp_path / "dcp", tmp_path / "lru", Options(tables=["lru"]))
     assert list(made["tables"]) == ["ebc.embedding_bags.lru"]

@@ -316,6 +316,7 @@ class _ById:
             self._tensors = {k: self._tensors[k] for k in kept}
         if "scores" in without:
             self._tensors.pop("scores", None)
+            del self._tensors["last_steps"]
 
     def _find_optimizer(self, given: str | None) -> OptimizerSpec | None:
         saved = optimizer_of_layout(self._head[1])
@@ -330,7 +331,7 @@ class _ById:
         """The table as a conversion reads it."""
         weight, scores = self._tensors["weight"], self._tensors.get("scores")
         eviction: Eviction = "lru" if scores is None else "lfu"
-        if self._head[0] >> 8:
+        if self._head[0] >> 8 and scores is not None:
             raise ValueError(
                 f"Table {self.name!r} has an epoch, which a conversion does not keep: load it by "
                 "torchrec_hkv.checkpoint.load, or leave scores out by --without scores."
