@@ -88,6 +88,17 @@ def test_ids_on_another_device(operation, device):
     refuses(table, operation, ValueError, "must be on", ids=good(table)["ids"].to(other))
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_tensors_that_are_not_dense(table, operation):
+    arguments = good(table)
+    for name in OPERATIONS[operation]:
+        if arguments[name] is not None:
+            sparse, nested = arguments[name].to_sparse(), torch.nested.nested_tensor
+            refuses(table, operation, TypeError, f"{name} must be a dense", **{name: sparse})
+            nested = nested([arguments[name][:2], arguments[name][:3]])
+            refuses(table, operation, TypeError, f"{name} must be a dense", **{name: nested})
+
+
 @pytest.mark.parametrize("operation", with_argument("rows"))
 def test_rows(table, operation):
     rows = good(table)["rows"]
