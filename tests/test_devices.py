@@ -30,6 +30,20 @@ def test_a_gpu_that_is_not_there(module):
         MODULES[module](device)
 
 
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("device", [3, "gpu", "cuda:-1", 1.5])
+def test_what_is_no_device(module, device):
+    with pytest.raises(ValueError, match=r"device is .*, but must be a CPU or a CUDA device"):
+        MODULES[module](device)
+
+
+def test_a_cpu_with_an_index():
+    ids = torch.tensor([5], device="cpu:0")
+    table = HashTable(4, 100, device="cpu:0")
+    assert table.find_or_insert(ids)[0].equal(table.find(ids)[0])
+    assert known_device("cpu:0") == torch.device("cpu")
+
+
 def test_devices_that_are_there():
     assert checked_device("cpu") == torch.device("cpu")
     assert checked_device(torch.device("meta")).type == "meta"

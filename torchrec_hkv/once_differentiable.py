@@ -28,12 +28,12 @@ def once_differentiable(message: str, *, linear: bool = False) -> Callable[[Back
 
     def decorate(backward: Backward) -> Backward:
         @functools.wraps(backward)
-        def wrapper(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        def wrapper(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             with torch.no_grad():
                 gradients = backward(ctx, *grads)
-            if linear and not any(grad.requires_grad for grad in grads):
+            if linear and not any(grad is not None and grad.requires_grad for grad in grads):
                 return gradients
             return tuple(
                 _Refused.apply(each.detach().requires_grad_(), message)

@@ -15,8 +15,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.save_types import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
+from torchrec_hkv.backends.saved import FileOptions, Placed
+from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables, table_names
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
@@ -27,7 +27,9 @@ from torchrec_hkv.checkpoint.table_transfer import put_entries
 from torchrec_hkv.checkpoint.tensors import check_match, flat
 from torchrec_hkv.collective import on_every_rank, share_of_rank, this_rank
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
+from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.state.sharded_state import ShardedTableState
+from torchrec_hkv.sharding.state.state_exchange import entries_may_be_lost
 from torchrec_hkv.warn import warn
 
 
@@ -65,7 +67,7 @@ def load_dcp_folder(
     options: FileOptions,
     *,
     strict: bool,
-) -> None:
+) -> dict[str, Placed]:
     """Loads a folder of :mod:`torch.distributed.checkpoint` into a model; a collective call.
 
     Entries with the names and shapes of the model's ``state_dict`` are loaded by
@@ -80,9 +82,12 @@ def load_dcp_folder(
         options: how to load.
         strict: whether to refuse a folder that lacks tables or tensors of the model.
 
+    Returns:
+        Numbers of entries over all ranks that were inserted and lost, by full names of tables.
+
     Raises:
         ValueError: the folder is damaged or doesn't match the model; nothing has changed then. If
-            entries find no slot in a hash table, the table is empty afterwards.
+            entries find no slot in a hash table and may not be lost, the table is empty afterwards.
     """
     load = _DcpLoad(path, model, optimizer, tables, options, strict=strict)
     with contextlib.ExitStack() as undo:
@@ -90,7 +95,7 @@ def load_dcp_folder(
         load.check_tensors()
         undo.pop_all()
     with reported(f"Loading {path.name}", load.bytes):
-        load.run()
+        return load.run()
 
 
 class _DcpLoad:
@@ -109,12 +114,13 @@ class _DcpLoad:
         self._options, self._strict = options, strict
         self._state: dict[str, Any] = {}
         self._sources: dict[str, SourceTable] = {}
+        self._placed: dict[str, Placed] = {}  # of this rank
         self.bytes = 0
 
     def check(self, undo: contextlib.ExitStack) -> None:
         """Checks that the folder matches. Does not read values of tensors."""
         self._folder = DcpFolder(self._path)
-        self._keys = DcpKeys.of(self._folder, None, None)
+        self._keys = Keys.of(self._folder, self._prefix(), None)
         self._reader = CheckedReader(self._path, self._folder.metadata)
         # Hash tables that were saved as hash tables; the others come from stock tables.
         alike = [name for name in self._tables if self._has(f"{name}.occupied")]
@@ -142,16 +148,35 @@ class _DcpLoad:
         rank_keys = share_of_rank(sorted({key for keys in expected for key in keys}))
         on_every_rank(lambda: self._reader.check_tensors(rank_keys))
 
+    def _prefix(self) -> str | None:
+        """The prefix of the model's entries: the one under which the folder has more of them."""
+        with tables_with_files_aside():
+            names = list(self._model.state_dict())
+        begins = tuple(f"{name}." for name in self._tables)
+
+        def known(prefix: str) -> int:
+            entries = self._folder.entries
+            of_tables = [key.removeprefix(prefix) for key in entries if key.startswith(prefix)]
+            return sum(prefix + name in entries for name in names) + sum(
+                key.startswith(begins) for key in of_tables
+            )
+
+        counts = {prefix: known(prefix) for prefix in ("model.", "")}
+        best = max(counts, key=counts.__getitem__)
+        return best.removesuffix(".") if counts[best] else None
+
     def _has(self, name: str) -> bool:
         return self._folder.is_tensor(self._keys.model + name)
 
     def _find_sources(self, names: list[str]) -> None:
-        found = {t.name: t for t in dcp_tables(self._folder, self._keys, None, ()).tables}
+        tables = dcp_tables(self._folder, self._keys, None, (), names).tables
+        found = {table.name: table for table in tables}
         missing = [name for name in names if name not in found]
         if missing and self._strict:
             raise ValueError(
-                f"{self._path} has no table {missing[0]!r}: it has {sorted(found)}. With "
-                "strict=False, missing tables stay unchanged."
+                f"{self._path} has no table {missing[0]!r}: it has "
+                f"{sorted(table_names(self._folder, self._keys))}. With strict=False, missing "
+                "tables stay unchanged."
             )
         for name in names:
             if name in found:
@@ -169,10 +194,12 @@ class _DcpLoad:
                     f"In {self._path}, table {source.name!r} has {what} {saved}, but "
                     f"in the model {expected}."
                 )
-        if source.is_exact and source.entries > shard.num_embeddings:
+        is_smaller = source.entries > shard.num_embeddings
+        if source.is_exact and is_smaller and not self._options.allow_loss:
             raise ValueError(
                 f"In {self._path}, table {source.name!r} has {source.entries} rows, but in the "
-                f"model num_embeddings is {shard.num_embeddings}: give it a larger one."
+                f"model num_embeddings is {shard.num_embeddings}: give it a larger one, or pass "
+                "allow_loss=True."
             )
         optimizer = table.planned.optimizer
         if source.optimizer is not None and layout_of(source.optimizer) != layout_of(optimizer):
@@ -201,19 +228,35 @@ class _DcpLoad:
         undo.callback(initialise(optimizer, set(self._folder.entries)))
         self._state.update(optimizer_state(optimizer))
 
-    def run(self) -> None:
-        """Loads; a collective call."""
+    def run(self) -> dict[str, Placed]:
+        """Loads; a collective call. Returns what :func:`load_dcp_folder` does."""
         planner = CheckedPlanner(allow_partial_load=not self._strict)
         if self._expected or self._strict:
             dcp.load(self._state, storage_reader=self._reader, planner=planner)
         with skip_file_tables() if self._skips_file_tables else contextlib.nullcontext():
             key = self._keys.model.removesuffix(".")
             state = self._state[key] if key else {k: self._state[k] for k in self._model_state}
-            self._model.load_state_dict(state, strict=not self._is_partial)
+            # The num_embeddings are the saved ones, so a loss is allowed by default.
+            if self._options.allow_loss is False:
+                self._model.load_state_dict(state, strict=not self._is_partial)
+            else:
+                with entries_may_be_lost() as losses:
+                    self._model.load_state_dict(state, strict=not self._is_partial)
+                for of_table, placed in losses:
+                    self._placed[self._name_of(of_table)] = placed
         if self._optimizer is not None and "optimizer" in self._state:
             load_optimizer_state(self._optimizer, self._state["optimizer"])
         advance(sum(self._folder.bytes(key) for key in self._expected))
         self._run_sources()
+        everywhere: dict[str, Placed] = {}
+        for of_rank in on_every_rank(lambda: self._placed):
+            for name, held in of_rank.items():
+                lost = held.lost + everywhere.get(name, Placed()).lost
+                everywhere[name] = Placed(held.entries, lost)  # each rank has counted all entries
+        return everywhere
+
+    def _name_of(self, state: ShardedTableState) -> str:
+        return next(name for name, table in self._tables.items() if table.state is state)
 
     def _run_sources(self) -> None:
         clock = max([1, *(source.clock for source in self._sources.values())])
@@ -248,18 +291,24 @@ class _DcpLoad:
         if not rank_shards:
             return
         optimizer = table.planned.optimizer
-        head = torch.tensor([1, layout_of(optimizer), source.updates, clock])
-        loads = {
-            s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in rank_shards
-        }
-        for shard in rank_shards:
+        loads = {s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in held}
+        for shard in held:
+            # The source has no epoch: that of the group stays, which other tables may have loaded.
+            first = 1 | lookups[shard.key].epoch() << 8
+            head = torch.tensor([first, layout_of(optimizer), source.updates, clock])
             heads.setdefault(lookups[shard.key], {})[shard.key] = head
             loads[shard.key].begin(head)
-        has_given_scores = rank_shards[0].options.score_source is not None
+        given = held[0].options.score_source is not None
+        count = 0
         for batch in source.read(self._options.batch_bytes // 4):
             entries = completed(batch, source, optimizer, clock, given_scores=has_given_scores)
             for shard in rank_shards:
                 put_entries(loads[shard.key], shard, entries)
+            count += len(batch["ids"])
             advance(len(batch["ids"]) * source.entry_bytes)
-        for load in loads.values():
-            load.finish()
+        allow = self._options.allow_loss
+        if allow is None:
+            allow = source.entries <= held[0].num_embeddings
+        lost = sum(load.finish(allow_loss=allow) for load in loads.values())
+        shards = sum(s.row_offset == held[0].row_offset for s in table.state.shards)
+        self._placed[name] = Placed(count * shards, lost)

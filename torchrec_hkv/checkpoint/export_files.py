@@ -75,7 +75,8 @@ def export_files(
     names = ["rows"]
     if with_states:
         names += ["states", "scores", "last_steps"]
-        if table.first_columns[0].columns.end != table.dim:
+        part = table.first_columns[0]
+        if part.columns.end != table.dim and "states" in {field.name for field in part.fields}:
             raise ValueError(
                 f"Table {table.name!r} was saved in several columns, whose optimizer states can't "
                 "be joined: export it without them."
@@ -183,7 +184,9 @@ def _safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     starts = {}
-    for name, (dtype, width) in columns.items():
+    # Wide types first, so that all values are aligned.
+    by_size = sorted(columns.items(), key=lambda column: -column[1][0].itemsize)
+    for name, (dtype, width) in by_size:
         size = entries * dtype.itemsize * (1 if width is None else width)
         header[NAMES[name]] = {
             "dtype": _TYPES[dtype][1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,8 @@ def load(
         collect_open_lookups(collection.group_lookups().values())
     options = FileOptions(batch_bytes, threads, allow_loss)
     if on_leader(lambda: is_dcp_folder(Path(path))):
-        load_dcp_folder(Path(path), model, optimizer, tables, options, strict=strict)
-        return 0
+        placed = load_dcp_folder(Path(path), model, optimizer, tables, options, strict=strict)
+        return _lost(placed)
     layers = on_leader(lambda: read_saved(Path(path)))
     folder, record = layers[0]
     if not strict:
@@ -144,9 +145,14 @@ def load(
             tensors.run()
     if optimizer is not None:
         put_learning_rates(optimizer, record.learning_rates)
-    placed: dict[str, LoadCounts] = {}
-    for name, result in itertools.chain.from_iterable(of_ranks):
-        placed[name] = placed.get(name, LoadCounts()) + result
+    placed = {}
+    for name, held in itertools.chain.from_iterable(of_ranks):
+        placed[name] = placed.get(name, Placed()) + held
+    return _lost(placed)
+
+
+def _lost(placed: Mapping[str, Placed]) -> int:
+    """The number of lost entries over all ranks and tables. Rank 0 warns if there are any."""
     if this_rank() == 0:
         warn_of_losses(placed)
     return sum(result.lost for result in placed.values())

@@ -40,7 +40,7 @@ def reshard(
     touched. While the tables of a collection move, the collection exists twice in memory.
 
     The modules of the collections and ``model.fused_optimizer`` are new objects afterwards. Create
-    schedulers, combined optimizers and train pipelines again from them.
+    schedulers, combined optimizers, train pipelines and each ``Watch`` again from them.
 
     Args:
         model: a model that this package's sharders sharded.

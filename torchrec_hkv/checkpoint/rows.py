@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchrec.distributed.types import ShardedTensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardedTensor, ShardingType
 
 from torchrec_hkv.backends import registry
 from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.collective import on_every_rank, this_rank
-from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
-from torchrec_hkv.sharding.state.names import named_tables
+from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.state.names import joined, named_modules, named_tables
+from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 from torchrec_hkv.table_names import find_name
 
 #: Default number of rows in a batch.
@@ -144,15 +147,18 @@ def import_rows(
 
 @dataclasses.dataclass(frozen=True)
 class _Shard:
-    """A shard of a table: its rank, its number of columns, and what identifies it in its table."""
+    """A shard of a table: its rank, its number of columns, and what identifies it in its table.
 
-    rank: int
+    The rank is None if every rank holds the table, which is data-parallel.
+    """
+
+    rank: int | None
     columns: int
     place: TableShard | int
 
     @property
-    def is_local(self) -> bool:
-        return self.rank == this_rank()
+    def is_here(self) -> bool:
+        return self.rank is None or self.rank == this_rank()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,12 +193,13 @@ def _find(model: nn.Module, table: str) -> tuple[str, _TableRows]:
     backend_tables = named_tables(model)
     with skip_file_tables():
         state = model.state_dict()
+    copied = set(_data_parallel_stock(model))
     stock = {
         key.removesuffix(".weight"): value
         for key, value in state.items()
         if key.endswith(".weight")
-        and isinstance(value, ShardedTensor)
-        and key.removesuffix(".weight") not in backend_tables
+        and (isinstance(value, ShardedTensor) or key.removesuffix(".weight") in copied)
+        and key.removesuffix(".weight") not in ours
     }
     replicated = {
         key.removesuffix(".weight")
@@ -206,9 +213,21 @@ def _find(model: nn.Module, table: str) -> tuple[str, _TableRows]:
             "save it with torchrec_hkv.checkpoint.save and load it into a "
             "DistributedModelParallel, or read them from the state_dict."
         )
-    return name, _of_backend(backend_tables[name]) if name in backend_tables else _of_stock(
-        stock[name]
-    )
+    if name in ours:
+        return name, _of_backend(ours[name])
+    return name, (_of_copies if name in copied else _of_stock)(stock[name])
+
+
+def _data_parallel_stock(model: nn.Module) -> Iterator[str]:
+    """Full names of the stock tables of which each rank has a copy."""
+    for path, module in named_modules(model):
+        if not isinstance(module, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+            continue
+        is_bags = isinstance(module, ShardedEmbeddingBagCollection)
+        prefix = joined(path, "embedding_bags" if is_bags else "embeddings")
+        for name, sharding in module.module_sharding_plan.items():
+            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+                yield joined(prefix, name)
 
 
 def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
@@ -222,10 +241,15 @@ def _by_rows(shards: Iterable[tuple[int, int, _Shard]]) -> list[list[_Shard]]:
 def _of_backend(found: ShardedTable) -> _TableRows:
     lookups, state = found.collection.group_lookups(), found.state
     shards = zip(state.shards, state.ranks, strict=True)
+    is_copied = isinstance(state, ReplicatedState)
     routes_by_hash = registry.get(found.planned.backend).routes_by_hash(state.shards[0].options)
     return _TableRows(
         _by_rows(
-            (shard.row_offset, shard.column_offset, _Shard(rank, shard.dim, shard))
+            (
+                shard.row_offset,
+                shard.column_offset,
+                _Shard(None if is_copied else rank, shard.dim, shard),
+            )
             for shard, rank in shards
         ),
         None if routes_by_hash else state.shards[0].num_embeddings,
@@ -247,6 +271,26 @@ def _of_stock(weight: ShardedTensor) -> _TableRows:
         offsets = metadata[shard.place].shard_offsets
         return local[tuple(offsets)].detach(), offsets
 
+    shards = _by_rows(
+        (*shard.shard_offsets, _Shard(shard.placement.rank(), shard.shard_sizes[1], index))
+        for index, shard in enumerate(metadata)
+        if 0 not in shard.shard_sizes
+    )
+    return _of_tensors(shards, weight.size()[0], tensor_of)
+
+
+def _of_copies(weight: Tensor) -> _Part:
+    rows, columns = weight.shape
+    return _of_tensors([[_Shard(None, columns, 0)]], rows, lambda _: (weight.detach(), [0, 0]))
+
+
+def _of_tensors(
+    shards: Sequence[Sequence[_Shard]],
+    num_rows: int,
+    tensor_of: Callable[[_Shard], tuple[Tensor, Sequence[int]]],
+) -> _Part:
+    """The part of a stock table, whose shards are tensors at a row and a column offset."""
+
     def ids(shard: _Shard, batch: int) -> Iterator[Tensor]:
         tensor, offsets = tensor_of(shard)
         return iter(torch.arange(offsets[0], offsets[0] + tensor.shape[0]).split(batch))
@@ -260,12 +304,7 @@ def _of_stock(weight: ShardedTensor) -> _TableRows:
         put_row_numbers(tensor, batches, *offsets)
         return 0
 
-    shards = _by_rows(
-        (*shard.shard_offsets, _Shard(shard.placement.rank(), shard.shard_sizes[1], index))
-        for index, shard in enumerate(metadata)
-        if 0 not in shard.shard_sizes
-    )
-    return _TableRows(shards, weight.size()[0], ids, rows_of, put_rows)
+    return _Part(shards, num_rows, ids, rows_of, put_rows)
 
 
 def _checked(
@@ -297,11 +336,11 @@ def _wire_device() -> torch.device:
 def _broadcast(
     tensor: Tensor | None,
     shape: tuple[int, ...],
-    rank: int,
+    rank: int | None,
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if rank is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tensor
     sent = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
     dist.broadcast(sent, rank, group=group)
@@ -309,11 +348,11 @@ def _broadcast(
 
 
 def _broadcast_vector(
-    ids: Tensor | None, rank: int, device: torch.device, group: dist.ProcessGroup | None
+    ids: Tensor | None, rank: int | None, device: torch.device, group: dist.ProcessGroup | None
 ) -> Tensor | None:
     """Broadcasts ids, or their scores, from the rank that holds them. Returns None if it has no
     more."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if rank is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ids
     count = torch.tensor([-1 if ids is None else ids.numel()], device=device)
     dist.broadcast(count, rank, group=group)

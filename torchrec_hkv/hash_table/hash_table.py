@@ -14,7 +14,7 @@ from torchrec_hkv.hash_table.eviction import AgedLFU, EvictionPolicy, check_c
 from torchrec_hkv.hash_table.groups.table_group import TableGroup
 from torchrec_hkv.hash_table.initializers import Initializer
 from torchrec_hkv.hash_table.saved_table import SavedTable
-from torchrec_hkv.hash_table.spec_checks import check_integer, check_number
+from torchrec_hkv.hash_table.spec_checks import check_int64, check_integer, check_number
 from torchrec_hkv.hash_table.table_selection import TableSelection
 from torchrec_hkv.hash_table.table_spec import TableSpec
 
@@ -374,7 +374,7 @@ class HashTable(SavedTable, TableSelection):
             RuntimeError: there is too little memory, or a CUDA graph is being captured; nothing has
                 changed.
         """
-        check_number("rows", rows)
+        check_int64("rows", rows)
         self._group.reserve(0, rows)
 
     @property

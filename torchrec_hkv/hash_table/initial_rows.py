@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ def table_seed(seed: int, table: str) -> int:
         raise ValueError(f"seed is {seed}, but must be from -2^63 to 2^63 - 1.")
     digest = hashlib.blake2b(table.encode(), digest_size=8).digest()
     name = int.from_bytes(digest, "little")
-    return _signed(_C.mix64(_C.mix64(seed % (1 << 64)) ^ name))
+    # As a Python integer, because NumPy's overflow.
+    return _signed(_C.mix64(_C.mix64(operator.index(seed) % (1 << 64)) ^ name))
 
 
 def initial_rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from torchrec_hkv.hash_table.eviction import EvictionPolicy, sums_scores
 
 
@@ -69,12 +71,12 @@ def check_flag(where: str, name: str, value: object) -> None:
 
 
 def check_integer(where: str, name: str, value: object, *, or_none: bool = False) -> None:
-    """Checks that ``value`` is an integer.
+    """Checks that ``value`` is an integer of 64 bits.
 
     Raises:
         ValueError: it is not; the message starts with ``where``.
     """
-    check_number(f"{where}: {name}", value, or_none=or_none)
+    check_int64(f"{where}: {name}", value, or_none=or_none)
 
 
 def check_range(
@@ -110,6 +112,17 @@ def check_number(what: str, value: object, *, or_none: bool = False) -> None:
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         allowed = "an integer or None" if or_none else "an integer"
         raise ValueError(f"{what} is {value!r}, but must be {allowed}.")
+
+
+def check_int64(what: str, value: object, *, or_none: bool = False) -> None:
+    """Checks that ``value`` is an integer of 64 bits, as the kernels take.
+
+    Raises:
+        ValueError: it is not; the message starts with ``what``.
+    """
+    check_number(what, value, or_none=or_none)
+    if value is not None and not -(1 << 63) <= operator.index(value) < 1 << 63:
+        raise ValueError(f"{what} is {value}, but must be an integer from -2^63 to 2^63 - 1.")
 
 
 def crowded_message(name: str, number: int, size: int, slots: int) -> str:

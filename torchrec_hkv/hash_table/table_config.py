@@ -60,7 +60,7 @@ def table_config(spec: TableSpec, state_dim: int, device: torch.device) -> _C.Ta
         ValueError: the spec is invalid; the message names the table.
     """
     check_eviction(f"table '{spec.name}'", spec.eviction, POLICIES)
-    if spec.dtype not in _ROW_TYPES:
+    if not isinstance(spec.dtype, torch.dtype) or spec.dtype not in _ROW_TYPES:
         raise ValueError(
             f"table '{spec.name}': dtype is {spec.dtype}, but must be one of "
             f"{', '.join(map(str, _ROW_TYPES))}."

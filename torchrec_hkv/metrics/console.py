@@ -29,7 +29,9 @@ def describe(
     if not metrics:
         return ""
     total = sum(metrics.values(), TableMetrics())
-    recent = total.since(sum((before or {}).values(), TableMetrics()))
+    earlier, none = before or {}, TableMetrics()
+    # By table, because their counts may restart.
+    recent = sum((now.since(earlier.get(name, none)) for name, now in metrics.items()), none)
     parts = []
     if recent.lookups:
         part = f"hit rate {recent.hit_rate:.1%}"

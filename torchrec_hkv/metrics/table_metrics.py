@@ -102,7 +102,13 @@ class TableMetrics:
         return TableMetrics(*(a + b for a, b in zip(mine, others, strict=True)))
 
     def since(self, before: TableMetrics) -> TableMetrics:
-        """Counts since an earlier reading; size, capacity and bytes at this reading."""
+        """Counts since an earlier reading; size, capacity and bytes at this reading.
+
+        Counts of a module's tables restart when it is moved, loaded or given to an optimizer. Then
+        it is the counts since that time.
+        """
+        if any(getattr(self, name) < getattr(before, name) for name in COUNTED):
+            before = TableMetrics()
         return dataclasses.replace(
             self, **{name: getattr(self, name) - getattr(before, name) for name in COUNTED}
         )

@@ -24,7 +24,7 @@ def gib_to_bytes(what: str, size: float | None) -> int | None:
     if size is None:
         return None
     is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-    if not is_number or not 0 < size < math.inf:
+    if not is_number or not 0 < size * GIB < math.inf:
         raise ValueError(f"{what} is {size!r}, but must be None or a positive number of GiB.")
     return int(size * GIB)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,16 +54,25 @@ class SlotLookup:
     growths: int
     interval: PinScope | None
 
+    def without(self, tables: Sequence[int]) -> SlotLookup:
+        """The lookup without the slots of some tables, whose rows get no gradient."""
+        slots = self.slots.clone()
+        parts = slots.split(self.sizes)
+        for table in tables:
+            parts[table].fill_(-1)
+        return dataclasses.replace(self, slots=slots)
 
-class LookupFunction(torch.autograd.Function):
-    """Looks up rows. The backward passes the gradient to the tables, which store it until a
-    step."""
+
+class Lookup(torch.autograd.Function):
+    """Looks up rows. The backward passes the gradients to the tables, which store them until a
+    step. A table whose rows are not used gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tables: Tables, found: SlotLookup) -> Tensor:
-        """Returns rows, ``[batch_size, tables * dim]``."""
+    def forward(ctx: Any, anchor: Tensor, tables: Tables, found: SlotLookup) -> tuple[Tensor, ...]:
+        """Returns rows of each table, ``[batch_size, dim]``."""
         ctx.tables, ctx.handle, ctx.found = tables, tables.group.handle, found
-        return tables.rows(found)
+        ctx.set_materialize_grads(False)
+        return tables.rows_by_table(found)
 
     @staticmethod
     @once_differentiable(
@@ -70,7 +80,7 @@ class LookupFunction(torch.autograd.Function):
         "modules from the tensors to differentiate twice.",
         linear=True,
     )
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Returns the gradient of the anchor, see :mod:`torchrec_hkv.nn.marker`."""
         tables: Tables = ctx.tables
         if ctx.handle != tables.group.handle:
@@ -79,5 +89,17 @@ class LookupFunction(torch.autograd.Function):
                 "another optimizer: repeat the lookup."
             )
         found, ctx.found = ctx.found, dataclasses.replace(ctx.found, interval=None)
+        used = next((grad for grad in grads if grad is not None), None)
+        if used is None:
+            return None, None, None
+        unused = [table for table, grad in enumerate(grads) if grad is None]
+        if unused:
+            found = found.without(unused)
+            grads = tuple(torch.zeros_like(used) if grad is None else grad for grad in grads)
+        # A copy, because autograd may reuse the memory of a gradient.
+        if len(grads) == 1:
+            grad = used.clone(memory_format=torch.contiguous_format)
+        else:
+            grad = torch.stack(grads, dim=1).flatten(1)
         tables.hold(grad, found)
         return tables.marker.gradient(grad), None, None

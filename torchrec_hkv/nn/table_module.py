@@ -123,14 +123,12 @@ class TableModule(nn.Module):
             refuse_replicas("hash tables of torchrec_hkv.nn", _INSTEAD_OF_REPLICAS)
         given = flat_scores(self._tables.plan.eviction, ids, scores, training)
         rows = self._tables.lookup(flat, self.padding_idx, training, given)
-        if len(ids) == 1:  # avoids unbind, whose backward copies
-            return [rows.view(*ids[0].shape, self.embedding_dim)]
         # Slices only if needed, because the backward of a slice writes another gradient.
         return [
             (of_table[: part.numel()] if part.numel() < len(of_table) else of_table).view(
                 *part.shape, self.embedding_dim
             )
-            for of_table, part in zip(rows.unbind(1), ids, strict=True)
+            for of_table, part in zip(rows, ids, strict=True)
         ]
 
     # -- training ---------------------------------------------------------------------------------

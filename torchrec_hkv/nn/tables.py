@@ -93,7 +93,7 @@ class Tables:
         padding_idx: int | None,
         training: bool,
         scores: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         """Looks up rows.
 
         Args:
@@ -103,7 +103,7 @@ class Tables:
             scores: for each table int64 ``[n]``, for training under ``"customized"``.
 
         Returns:
-            float32 ``[largest n, tables, dim]``; zeros after the last id of each table.
+            For each table float32 ``[largest n, dim]``; zeros after its last id.
         """
         sizes = tuple(part.numel() for part in ids)
         flat = torch.cat(list(ids)) if len(ids) > 1 else ids[0].contiguous()
@@ -121,15 +121,14 @@ class Tables:
             slots = slots.masked_fill(is_padding, -1)
         growths = self.group.growths
         found = SlotLookup(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
-        rows = (
-            LookupFunction.apply(self.marker.anchor, self, found) if training else self.rows(found)
-        )
-        return rows.view(batch_size, len(sizes), self.plan.dim)
+        if training:
+            return Lookup.apply(self.marker.anchor, self, found)
+        return self.rows_by_table(found)
 
-    def rows(self, found: SlotLookup) -> Tensor:
-        """Rows of found slots, ``[batch_size, tables * dim]``; not recorded by autograd."""
+    def rows_by_table(self, found: SlotLookup) -> tuple[Tensor, ...]:
+        """Rows of found slots, for each table ``[batch_size, dim]``; not recorded by autograd."""
         with torch.no_grad():
-            return self.group.pooled_lookup(
+            rows = self.group.pooled_lookup(
                 self._no_rate,
                 found.ids,
                 found.offsets,
@@ -140,6 +139,10 @@ class Tables:
                 None,
                 self._no_rate,
             )
+            tables = len(found.sizes)
+            if tables == 1:
+                return (rows,)
+            return rows.view(found.batch_size, tables, self.plan.dim).unbind(1)
 
     def _find_or_insert(
         self, ids: Tensor, offsets: Tensor, batch_size: int, scores: Tensor | None
@@ -175,7 +178,7 @@ class Tables:
         return self._gradients.bytes
 
     def hold(self, grad: Tensor, found: SlotLookup) -> None:
-        """Stores the gradient of a lookup.
+        """Stores the gradient of a lookup, a contiguous tensor that nothing else changes.
 
         Raises:
             RuntimeError: the buffer is full. Nothing has changed then.
@@ -191,8 +194,7 @@ class Tables:
         if found.interval is None:  # a second backward of a graph, whose pin may be released
             growths = _OUTDATED
         backward = PendingGradient(
-            # A copy, because autograd may reuse the memory of the gradient.
-            grad.clone(memory_format=torch.contiguous_format),
+            grad,
             found.ids,
             found.offsets,
             None,  # padding has no slot

@@ -23,6 +23,7 @@ from torchrec_hkv.hash_table.initializers import initializer_from_fields, op_arg
 from torchrec_hkv.serving.checkpoints import Checkpoint
 from torchrec_hkv.serving.model_tables import ModelTable, has_bags, is_weighted
 from torchrec_hkv.serving.table_builder import Order
+from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 from torchrec_hkv.tensor_train import TTShape
 from torchrec_hkv.tensor_train.dense import dense_blocks
 
@@ -128,8 +129,9 @@ class TrainedModel:
 
     def cores(self, table: ModelTable) -> list[Tensor]:
         shard, holder = table.found.planned.shards[0], table.found.state.ranks[0]
-        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        found_cores = None
+        is_copied = isinstance(table.found.state, ReplicatedState)
+        is_alone = is_copied or not dist.is_initialized() or dist.get_world_size() == 1
+        own = None
         if is_alone or dist.get_rank() == holder:
             found_cores = table.found.collection.group_lookups()[shard.key].cores(shard.key)
             found_cores = [core.detach().cpu() for core in found_cores]

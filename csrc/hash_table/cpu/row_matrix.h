@@ -9,19 +9,18 @@
 
 namespace torchrec_hkv::hash_table::cpu {
 
-// Copies `width` elements, converted if the types differ.
+// Copies `width` elements, converted if the types differ. One of the types is float32 then.
 inline void copy_elements(RowType to_type, char* to, RowType from_type, const char* from,
                           int32_t width) {
   if (to_type == from_type) {
     std::memcpy(to, from, row_size(to_type, width));
     return;
   }
-  if (to_type == RowType::kInt8) {  // from floats: calls of such tables take no other rows
-    narrow_int8(reinterpret_cast<const float*>(from), width, to);
-    return;
-  }
-  for (int32_t c = 0; c < width; ++c) {
-    store_element(to_type, to, c, load_element(from_type, from, c));
+  // Rows of a matrix have the type of their table, or are floats.
+  if (from_type == RowType::kFloat32) {
+    narrow_row(to_type, reinterpret_cast<const float*>(from), width, to);
+  } else {
+    widen_row(from_type, from, 0, width, reinterpret_cast<float*>(to));
   }
 }
 

@@ -88,6 +88,17 @@ def test_ids_on_another_device(operation, device):
     refuses(table, operation, ValueError, "must be on", ids=good(table)["ids"].to(other))
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_tensors_that_are_not_dense(table, operation):
+    arguments = good(table)
+    for name in OPERATIONS[operation]:
+        tensor = arguments[name]
+        if tensor is None:
+            continue
+        for bad in (tensor.to_sparse(), torch.nested.nested_tensor([tensor[:2], tensor[:3]])):
+            refuses(table, operation, TypeError, f"{name} must be a dense", **{name: bad})
+
+
 @pytest.mark.parametrize("operation", with_argument("rows"))
 def test_rows(table, operation):
     rows = good(table)["rows"]

@@ -20,6 +20,7 @@ from torchrec_hkv.backends.protocol import OptimizerSpec, TableShard, TensorSpec
 from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
 from torchrec_hkv.hash_table import TableGroup, TableState
 from torchrec_hkv.hash_table.admission import Admission
+from torchrec_hkv.hash_table.eviction import EPOCH_POLICIES
 from torchrec_hkv.hash_table.files.file_target import FileTarget
 from torchrec_hkv.hash_table.files.manifest import OWNERS
 from torchrec_hkv.hash_table.files.state_columns import StateColumns
@@ -143,9 +144,13 @@ def _export_state(
 
 def head_of(group: TableGroup, table: int) -> Tensor:
     """The tensor ``"table_state"``: properties of the whole table."""
-    first = _FORMAT | group.epoch << _EPOCH_BIT
+    first = _FORMAT | (group.epoch if _has_epochs(group, table) else 0) << _EPOCH_BIT
     step = int(group.optimizer_steps[table])
     return torch.tensor([first, group.state_layout, step, group.clock])
+
+
+def _has_epochs(group: TableGroup, table: int) -> bool:
+    return group.tables[table].eviction in EPOCH_POLICIES
 
 
 def split_rows(stored: Tensor, dim: int) -> dict[str, Tensor]:
@@ -217,18 +222,23 @@ class StateLoad(EntriesLoad):
         )
         with self._group.alone():
             self._group.load_table(self._table, state)
-            self._group.set_epoch(saved_epoch(table_state))
+            self._set_epoch(table_state)
             self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
             if self._counts.name in tensors:
                 self._counts.load_same(tensors[self._counts.name])
 
     def begin(self, table_state: Tensor) -> None:
         self._group.clear_table(self._table)
-        self._group.set_epoch(saved_epoch(table_state))
+        self._set_epoch(table_state)
         self._group.set_clock(max(self._group.clock, saved_clock(table_state)))
         self._step = int(table_state[2])
         # The caller's batches are bounded, so the budget need not be.
         self._target = FileTarget(self._group, self._table, 1 << 20)
+
+    def _set_epoch(self, table_state: Tensor) -> None:
+        # Tables of other policies may be in the group. They have no epoch to load.
+        if _has_epochs(self._group, self._table):
+            self._group.set_epoch(saved_epoch(table_state))
 
     def put(self, entries: Mapping[str, Tensor]) -> None:
         owner = owner_rank(entries["ids"], OWNERS)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrec_hkv.backends.save_types import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables
+from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables, table_names
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps
 from torchrec_hkv.checkpoint.conversion.row_files import open_row_file, row_table
@@ -127,9 +127,10 @@ def _to_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict
     if (path / DCP_METADATA).is_file():
         kind = "torch.distributed.checkpoint"
         folder = DcpFolder(path)
-        keys = DcpKeys.of(folder, options.model_key, options.optimizer_key)
-        found = dcp_tables(folder, keys, options.optimizer, options.without)
-        tables = _chosen(found.tables, options.tables, path)
+        keys = Keys.of(folder, options.model_key, options.optimizer_key)
+        chosen = _chosen_names(table_names(folder, keys), options.tables, path)
+        found = dcp_tables(folder, keys, options.optimizer, options.without, chosen)
+        tables = _in_order(found.tables, chosen)
         left_out = {key for table in tables for key in found.entries[table.name]}
         names = _copied_names(folder, keys, left_out, options)
         has_optimizer = keys.optimizer is not None
@@ -147,7 +148,8 @@ def _to_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict
         kind = "dynamicemb"
         attribute = "embeddings" if options.sequences else "embedding_bags"
         dumped = dump_tables(path, attribute, options.optimizer, options.eviction, options.without)
-        tables = _chosen(dumped, options.tables, path)
+        chosen = _chosen_names([table.name for table in dumped], options.tables, path)
+        tables = _in_order(dumped, chosen)
     else:
         raise ValueError(
             f"{path} can't be converted: name a checkpoint, a folder of "
@@ -175,8 +177,8 @@ def _to_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict
     return {"source": kind, "into": "checkpoint", "tables": ids, "tensors": num_tensors}
 
 
-def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> list[SourceTable]:
-    """The tables with the given full or own names; all tables if no names are given."""
+def _chosen_names(tables: Sequence[str], names: Sequence[str], path: Path) -> list[str]:
+    """The full names of the tables with the given full or own names; all if none are given."""
     if not names:
         if not tables:
             raise ValueError(
@@ -185,15 +187,20 @@ def _chosen(tables: Sequence[SourceTable], names: Sequence[str], path: Path) -> 
         return list(tables)
     chosen = []
     for name in names:
-        found = [t for t in tables if t.name == name]
-        found = found or [t for t in tables if t.name.rpartition(".")[2] == name]
+        found = [table for table in tables if table == name]
+        found = found or [table for table in tables if table.rpartition(".")[2] == name]
         if len(found) != 1:
             raise ValueError(
                 f"{path} has {len(found) or 'no'} table{'s' if len(found) > 1 else ''} {name!r}: "
-                f"name one of {sorted(t.name for t in tables)}."
+                f"name one of {sorted(tables)}."
             )
         chosen += found
     return chosen
+
+
+def _in_order(tables: Sequence[SourceTable], names: Sequence[str]) -> list[SourceTable]:
+    by_name = {table.name: table for table in tables}
+    return [by_name[name] for name in names]
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -86,8 +86,32 @@ class DcpTables:
     entries: dict[str, list[str]]
 
 
+def table_names(folder: DcpFolder, keys: Keys) -> list[str]:
+    """Full names of the tables of a folder: of stock tables and of hash tables."""
+    return [name for name, *_ in _weights(folder, keys)]
+
+
+def _weights(
+    folder: DcpFolder, keys: Keys
+) -> Iterator[tuple[str, str, re.Match[str], Remapping | None]]:
+    """For each table its full name, the entry with its rows, the match of that entry's name, and
+    the remapping of its ids."""
+    remapped = find_remappings(folder, keys.model)
+    for key in folder.entries:
+        match = _WEIGHT.fullmatch(key.removeprefix(keys.model))
+        if match is None or not key.startswith(keys.model) or not folder.is_tensor(key):
+            continue
+        if len(folder.shape(key)) == 2:
+            remapping = remapped.get(key)
+            yield match["table"] if remapping is None else remapping.table, key, match, remapping
+
+
 def dcp_tables(
-    folder: DcpFolder, keys: DcpKeys, optimizer: str | None, without: Sequence[str]
+    folder: DcpFolder,
+    keys: Keys,
+    given: str | None,
+    without: Sequence[str],
+    names: Collection[str] | None = None,
 ) -> DcpTables:
     """Finds the tables of a folder: stock tables and hash tables.
 
@@ -96,20 +120,17 @@ def dcp_tables(
         keys: prefixes of the names of entries.
         optimizer: name of the optimizer; None: found from the states.
         without: ``"states"`` leaves out optimizer states, ``"scores"`` scores and last steps.
+        names: full names of the tables to find; None for all. Others may be such that a conversion
+            would refuse them.
 
     Raises:
         ValueError: the entries of a table contradict each other.
     """
-    remapped = find_remappings(folder, keys.model)
     found = DcpTables([], {})
-    for key in folder.entries:
-        match = _WEIGHT.fullmatch(key.removeprefix(keys.model))
-        if match is None or not key.startswith(keys.model) or not folder.is_tensor(key):
+    for name, weight, match, remapping in _weights(folder, keys):
+        if names is not None and name not in names:
             continue
-        if len(folder.shape(key)) != 2:
-            continue
-        weight, states = key, _stock_states(folder, keys, match["table"], match["own"])
-        remapping = remapped.get(weight)
+        states = _stock_states(folder, keys, match["table"], match["own"])
         if remapping is not None:
             table = _ZchTable(folder, weight, states, remapping, optimizer, without)
             found.entries[table.name] = [weight, *states.values(), *remapping.entries]
@@ -295,6 +316,7 @@ class _HashTable:
             self._tensors = {k: self._tensors[k] for k in table_keys}
         if "scores" in without:
             self._tensors.pop("scores", None)
+            del self._tensors["last_steps"]
 
     def _find_optimizer(self, optimizer: str | None) -> OptimizerSpec | None:
         saved = optimizer_of_layout(self._head[1])
@@ -309,7 +331,7 @@ class _HashTable:
         """The table as a conversion reads it."""
         weight, scores = self._tensors["weight"], self._tensors.get("scores")
         eviction: Eviction = "lru" if scores is None else "lfu"
-        if self._head[0] >> 8:
+        if self._head[0] >> 8 and scores is not None:
             raise ValueError(
                 f"Table {self.name!r} has an epoch, which a conversion does not keep: load it by "
                 "torchrec_hkv.checkpoint.load, or leave scores out by --without scores."

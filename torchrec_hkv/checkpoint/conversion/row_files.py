@@ -59,36 +59,46 @@ class RowFile:
 
 
 class _Mapped(RowFile):
-    """Columns whose values are stored unencoded, so that files can be mapped into memory."""
+    """Columns whose values are stored unencoded, so that files can be mapped into memory.
 
-    def __init__(self, path: Path, arrays: Mapping[str, tuple[Tensor, int]]) -> None:
-        self.path = path
-        self._arrays = {name: tensor for name, (tensor, _) in arrays.items()}
-        lengths = {name: length for name, (_, length) in arrays.items()}
+    Args:
+        path: the file, or the folder.
+        arrays: for each column its dtype, its shape, and a tensor of it, or of its bytes: uint8
+            ``[entries, bytes of an entry]``, which may begin anywhere in a file.
+    """
+
+    def __init__(
+        self, path: Path, arrays: Mapping[str, tuple[torch.dtype, tuple[int, ...], Tensor]]
+    ) -> None:
+        self.path, self._arrays = path, arrays
+        lengths = {name: shape[0] for name, (_, shape, _) in arrays.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{path} has columns of different lengths: {lengths}.")
         self.entries = next(iter(lengths.values()), 0)
         self.columns = {
-            name: (tensor.dtype, None if tensor.dim() == 1 else tensor.shape[1])
-            for name, tensor in self._arrays.items()
+            name: (dtype, None if len(shape) == 1 else shape[1])
+            for name, (dtype, shape, _) in arrays.items()
         }
 
     def batches(self, names: Sequence[str], size: int) -> Iterator[dict[str, Tensor]]:
         for first in range(0, self.entries, size):
-            yield {name: self._arrays[name][first : first + size].clone() for name in names}
+            batch = {}
+            for name in names:
+                dtype, shape, values = self._arrays[name]
+                part = values[first : first + size].clone()
+                batch[name] = part.view(dtype).view(len(part), *shape[1:])
+            yield batch
 
 
 def _mapped(path: Path, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A part of a file as a tensor. Its pages are read when they are used."""
+    """The bytes of a tensor in a file, ``[entries, bytes]``. Pages are read when they are used."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if at + size > path.stat().st_size:
         raise ValueError(f"{path} is cut short: it has {path.stat().st_size} bytes of {at + size}.")
     if size == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty((shape[0], 0), dtype=torch.uint8)
     data = numpy.memmap(path, dtype=numpy.uint8, mode="c", offset=at, shape=(size,))
-    if at % dtype.itemsize:
-        raise ValueError(f"{path} has values at byte {at}, which is not a multiple of their size.")
-    return torch.from_numpy(data).view(dtype).view(shape)
+    return torch.from_numpy(data).view(shape[0], -1)
 
 
 def _safetensors(path: Path) -> RowFile:
@@ -111,7 +121,7 @@ def _safetensors(path: Path) -> RowFile:
     for name, (dtype, shape, begin) in shapes.items():
         if name in COLUMNS:
             _check_shape(path, name, dtype, shape)
-            arrays[name] = (_mapped(path, 8 + length + begin, dtype, shape), shape[0])
+            arrays[name] = (dtype, shape, _mapped(path, 8 + length + begin, dtype, shape))
     return _Mapped(path, arrays)
 
 
@@ -137,7 +147,7 @@ def _npy(path: Path) -> RowFile:
         except (ValueError, TypeError, OSError, EOFError) as error:
             raise ValueError(f"{file} can't be read: {error}") from None
         _check_shape(file, name, tensor.dtype, tuple(tensor.shape))
-        arrays[name] = (tensor, len(tensor))
+        arrays[name] = (tensor.dtype, tuple(tensor.shape), tensor)
     return _Mapped(path, arrays)
 
 

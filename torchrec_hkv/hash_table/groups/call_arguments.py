@@ -53,6 +53,7 @@ class CallArguments:
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{what} must be a tensor of dtype {dtype}, but is {kind}.")
+        _check_strided(what, tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{what} must have shape {shape}, but has {tuple(tensor.shape)}.")
         if tensor.device != self.device:
@@ -60,6 +61,8 @@ class CallArguments:
 
     def checked_ids(self, ids: Tensor) -> Tensor:
         """Checks ids and returns them as contiguous int64."""
+        if isinstance(ids, Tensor):
+            _check_strided("ids", ids)
         converted = int64_ids(ids)
         if ids.dim() != 1:
             raise ValueError(f"ids must have one dimension, but has shape {list(ids.shape)}.")
@@ -69,6 +72,7 @@ class CallArguments:
 
     def check_rows(self, rows: Tensor, ids: Tensor) -> None:
         """Checks that there is a row per id."""
+        _check_strided("ids", ids)
         self.check(rows, "rows", self.dtype, (ids.numel(), self.row_width))
 
     def check_scores(self, scores: Tensor | None, ids: Tensor) -> None:
@@ -82,3 +86,9 @@ class CallArguments:
             makes = "makes its own" if len(self.evictions) == 1 else "make their own"
             raise ValueError(f"scores must not be given under eviction {policies}, which {makes}.")
         self.check(scores, "scores", torch.int64, (ids.numel(),))
+
+
+def _check_strided(what: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{what} must be a dense tensor, but is {kind}: convert it first.")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_hkv import _C
 from torchrec_hkv.hash_table.entries import Entries, GroupEntries
 from torchrec_hkv.hash_table.groups.calls import GroupCalls
-from torchrec_hkv.hash_table.spec_checks import check_number
+from torchrec_hkv.hash_table.spec_checks import check_int64, check_number
 
 _ops = torch.ops.torchrec_hkv
 _UINT64_MAX = (1 << 64) - 1
@@ -48,7 +48,7 @@ def check_batch_size(batch_size: int) -> None:
     Raises:
         ValueError: ``batch_size`` is not.
     """
-    check_number("batch_size", batch_size)
+    check_int64("batch_size", batch_size)
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
 

@@ -182,11 +182,19 @@ def wire_dtypes(
 
     Args:
         given: one wire dtype for all tables, or wire dtypes by table; names or torch's dtypes.
+
+    Raises:
+        ValueError: it is neither.
     """
     if given is None:
         return {}
     if isinstance(given, str | torch.dtype):
         given = {"": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"wire_dtype is {given!r}, but must be a wire dtype, a dictionary of them by table, or "
+            "None."
+        )
     return {
         table: _BY_DTYPE.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype
         for table, dtype in given.items()

@@ -7,20 +7,38 @@ entry is broadcast to all ranks, in batches, and each rank takes the entries tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad
+from torchrec_hkv.backends.saved import COUNTS, EntriesLoad, Placed
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 
 # Number of entries, or of bytes of admission counters, that are broadcast at a time.
 _BATCH = 1 << 16
 _BYTES = 1 << 24
+
+#: A table, the number of its entries over all ranks, and how many found no slot on this rank.
+Losses = list[tuple[ShardedTableState, Placed]]
+_losses: ContextVar[Losses | None] = ContextVar("losses", default=None)
+
+
+@contextlib.contextmanager
+def entries_may_be_lost() -> Iterator[Losses]:
+    """A context in which ``load_state_dict`` leaves out entries that find no slot; elsewhere it
+    raises. Yields a list to which each table whose entries are inserted again is added."""
+    placed: Losses = []
+    token = _losses.set(placed)
+    try:
+        yield placed
+    finally:
+        _losses.reset(token)
 
 
 def exchange_state(
@@ -43,7 +61,8 @@ def exchange_state(
         The tensor ``"table_state"`` on the CPU.
 
     Raises:
-        ValueError: the state does not match, or entries found no slot. All ranks raise.
+        ValueError: the state does not match, or entries found no slot outside of
+            :func:`entries_may_be_lost`. All ranks raise.
     """
     table = _StateExchange(state, local, device, pg)
     table_state = table.whole_table_tensor("table_state")
@@ -127,14 +146,23 @@ class _StateExchange:
         """Broadcasts every entry to all ranks."""
         for load in loads.values():
             load.begin(table_state)
+        entries = 0
         for indices in self._rows:
             places = self._state.specs[indices[0]]["ids"].shape[0]
             for first in range(0, places, _BATCH):
-                self._put_entries(indices, first, min(_BATCH, places - first), loads)
+                entries += self._show(indices, first, min(_BATCH, places - first), loads)
         for indices in self._rows:
             for key in self._keys_of_counts(indices[0]):
-                self._put_counts(key, indices[0], loads)
-        on_every_rank(lambda: [load.finish() for load in loads.values()], self._pg)
+                self._show_counts(key, indices[0], loads)
+        losses = _losses.get()
+        allow = losses is not None
+        of_ranks = on_every_rank(
+            lambda: sum(load.finish(allow_loss=allow) for load in loads.values()), self._pg
+        )
+        if losses is not None:
+            # Each column shard has all entries of its rows.
+            placed = Placed(entries * len(self._rows[0]), of_ranks[dist.get_rank(self._pg)])
+            losses.append((self._state, placed))
 
     def _put_counts(self, key: str, index: int, loads: Mapping[str, EntriesLoad]) -> None:
         (size,) = self._state.specs[index][key].shape
@@ -148,12 +176,13 @@ class _StateExchange:
 
     def _put_entries(
         self, indices: list[int], first: int, n: int, loads: Mapping[str, EntriesLoad]
-    ) -> None:
-        local = self._local_tensor("occupied", indices[0])
-        part = None if local is None else local[first : first + n]
-        places = self._broadcast("occupied", indices[0], part, (n,)).nonzero().flatten()
+    ) -> int:
+        """Broadcasts the entries of some places; returns how many there are."""
+        held = self._held("occupied", indices[0])
+        part = None if held is None else held[first : first + n]
+        places = self._from_holder("occupied", indices[0], part, (n,)).nonzero().flatten()
         if places.numel() == 0:
-            return
+            return 0
 
         def shown(key: str, index: int) -> Tensor:
             local_part = self._local_tensor(key, index)
@@ -180,3 +209,4 @@ class _StateExchange:
                 begin = sum(widths[:at])
                 cut[name] = tensor[:, begin : begin + widths[at]]
             load.put(cut)
+        return places.numel()
