@@ -41,7 +41,7 @@ def test_a_cpu_with_an_index():
     ids = torch.tensor([5], device="cpu:0")
     table = HashTable(4, 100, device="cpu:0")
     assert table.find_or_insert(ids)[0].equal(table.find(ids)[0])
-    assert known_device("cpu:0") == torch.device("cpu")
+    assert checked_device("cpu:0") == torch.device("cpu")
 
 
 def test_devices_that_are_there():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def known_device(device: torch.device | str) -> torch.device:
+def checked_device(device: torch.device | str) -> torch.device:
     """Converts to a device, with an index for a GPU and without one for a CPU.
 
     Raises:

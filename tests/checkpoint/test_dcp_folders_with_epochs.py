@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torchrec_hkv.checkpoint.opened import Saved
 
 from tests.support.checkpointed import held, joined, make_tables, train
 from tests.support.converted import entries_of
 from torchrec_hkv import checkpoint, get_epoch, set_epoch
 from torchrec_hkv.checkpoint.conversion.convert import Options, convert
-from torchrec_hkv.checkpoint.opened import Saved
 
 
 def _make(world_size, device):

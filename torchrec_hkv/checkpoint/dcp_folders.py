@@ -15,8 +15,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_hkv.backends.optimizers import layout_of
 from torchrec_hkv.backends.protocol import GroupLookup
-from torchrec_hkv.backends.saved import FileOptions, Placed
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables, table_names
+from torchrec_hkv.backends.save_types import FileOptions, LoadCounts
+from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables, table_names
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.source import SourceTable, completed, states_of
 from torchrec_hkv.checkpoint.metadata import DCP_METADATA
@@ -27,7 +27,7 @@ from torchrec_hkv.checkpoint.table_transfer import put_entries
 from torchrec_hkv.checkpoint.tensors import check_match, flat
 from torchrec_hkv.collective import on_every_rank, share_of_rank, this_rank
 from torchrec_hkv.progress import advance, reported
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.sharding.state.sharded_state import ShardedTableState
 from torchrec_hkv.sharding.state.state_exchange import entries_may_be_lost
 from torchrec_hkv.warn import warn
@@ -67,7 +67,7 @@ def load_dcp_folder(
     options: FileOptions,
     *,
     strict: bool,
-) -> dict[str, Placed]:
+) -> dict[str, LoadCounts]:
     """Loads a folder of :mod:`torch.distributed.checkpoint` into a model; a collective call.
 
     Entries with the names and shapes of the model's ``state_dict`` are loaded by
@@ -114,13 +114,13 @@ class _DcpLoad:
         self._options, self._strict = options, strict
         self._state: dict[str, Any] = {}
         self._sources: dict[str, SourceTable] = {}
-        self._placed: dict[str, Placed] = {}  # of this rank
+        self._placed: dict[str, LoadCounts] = {}  # of this rank
         self.bytes = 0
 
     def check(self, undo: contextlib.ExitStack) -> None:
         """Checks that the folder matches. Does not read values of tensors."""
         self._folder = DcpFolder(self._path)
-        self._keys = Keys.of(self._folder, self._prefix(), None)
+        self._keys = DcpKeys.of(self._folder, self._prefix(), None)
         self._reader = CheckedReader(self._path, self._folder.metadata)
         # Hash tables that were saved as hash tables; the others come from stock tables.
         alike = [name for name in self._tables if self._has(f"{name}.occupied")]
@@ -150,7 +150,7 @@ class _DcpLoad:
 
     def _prefix(self) -> str | None:
         """The prefix of the model's entries: the one under which the folder has more of them."""
-        with tables_with_files_aside():
+        with skip_file_tables():
             names = list(self._model.state_dict())
         begins = tuple(f"{name}." for name in self._tables)
 
@@ -228,7 +228,7 @@ class _DcpLoad:
         undo.callback(initialise(optimizer, set(self._folder.entries)))
         self._state.update(optimizer_state(optimizer))
 
-    def run(self) -> dict[str, Placed]:
+    def run(self) -> dict[str, LoadCounts]:
         """Loads; a collective call. Returns what :func:`load_dcp_folder` does."""
         planner = CheckedPlanner(allow_partial_load=not self._strict)
         if self._expected or self._strict:
@@ -248,11 +248,11 @@ class _DcpLoad:
             load_optimizer_state(self._optimizer, self._state["optimizer"])
         advance(sum(self._folder.bytes(key) for key in self._expected))
         self._run_sources()
-        everywhere: dict[str, Placed] = {}
+        everywhere: dict[str, LoadCounts] = {}
         for of_rank in on_every_rank(lambda: self._placed):
-            for name, held in of_rank.items():
-                lost = held.lost + everywhere.get(name, Placed()).lost
-                everywhere[name] = Placed(held.entries, lost)  # each rank has counted all entries
+            for name, counts in of_rank.items():
+                lost = counts.lost + everywhere.get(name, LoadCounts()).lost
+                everywhere[name] = LoadCounts(counts.entries, lost)  # each rank counts all entries
         return everywhere
 
     def _name_of(self, state: ShardedTableState) -> str:
@@ -291,14 +291,16 @@ class _DcpLoad:
         if not rank_shards:
             return
         optimizer = table.planned.optimizer
-        loads = {s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in held}
-        for shard in held:
+        loads = {
+            s.key: lookups[s.key].open_entries(s.key, table.state.owners(s)) for s in rank_shards
+        }
+        for shard in rank_shards:
             # The source has no epoch: that of the group stays, which other tables may have loaded.
             first = 1 | lookups[shard.key].epoch() << 8
             head = torch.tensor([first, layout_of(optimizer), source.updates, clock])
             heads.setdefault(lookups[shard.key], {})[shard.key] = head
             loads[shard.key].begin(head)
-        given = held[0].options.score_source is not None
+        has_given_scores = rank_shards[0].options.score_source is not None
         count = 0
         for batch in source.read(self._options.batch_bytes // 4):
             entries = completed(batch, source, optimizer, clock, given_scores=has_given_scores)
@@ -308,7 +310,7 @@ class _DcpLoad:
             advance(len(batch["ids"]) * source.entry_bytes)
         allow = self._options.allow_loss
         if allow is None:
-            allow = source.entries <= held[0].num_embeddings
+            allow = source.entries <= rank_shards[0].num_embeddings
         lost = sum(load.finish(allow_loss=allow) for load in loads.values())
-        shards = sum(s.row_offset == held[0].row_offset for s in table.state.shards)
-        self._placed[name] = Placed(count * shards, lost)
+        shards = sum(s.row_offset == rank_shards[0].row_offset for s in table.state.shards)
+        self._placed[name] = LoadCounts(count * shards, lost)

@@ -147,11 +147,11 @@ def load(
         put_learning_rates(optimizer, record.learning_rates)
     placed = {}
     for name, held in itertools.chain.from_iterable(of_ranks):
-        placed[name] = placed.get(name, Placed()) + held
+        placed[name] = placed.get(name, LoadCounts()) + held
     return _lost(placed)
 
 
-def _lost(placed: Mapping[str, Placed]) -> int:
+def _lost(placed: Mapping[str, LoadCounts]) -> int:
     """The number of lost entries over all ranks and tables. Rank 0 warns if there are any."""
     if this_rank() == 0:
         warn_of_losses(placed)

@@ -19,7 +19,7 @@ from torchrec_hkv.backends.protocol import TableShard
 from torchrec_hkv.backends.row_numbers import check_row_numbers, put_row_numbers
 from torchrec_hkv.checkpoint.agreement import agreed
 from torchrec_hkv.collective import on_every_rank, this_rank
-from torchrec_hkv.sharding.modules.collection import FoundTable, tables_with_files_aside
+from torchrec_hkv.sharding.modules.collection import ShardedTable, skip_file_tables
 from torchrec_hkv.sharding.state.names import joined, named_modules, named_tables
 from torchrec_hkv.sharding.state.replicated_state import ReplicatedState
 from torchrec_hkv.table_names import find_name
@@ -157,7 +157,7 @@ class _Shard:
     place: TableShard | int
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return self.rank is None or self.rank == this_rank()
 
 
@@ -199,7 +199,7 @@ def _find(model: nn.Module, table: str) -> tuple[str, _TableRows]:
         for key, value in state.items()
         if key.endswith(".weight")
         and (isinstance(value, ShardedTensor) or key.removesuffix(".weight") in copied)
-        and key.removesuffix(".weight") not in ours
+        and key.removesuffix(".weight") not in backend_tables
     }
     replicated = {
         key.removesuffix(".weight")
@@ -213,8 +213,8 @@ def _find(model: nn.Module, table: str) -> tuple[str, _TableRows]:
             "save it with torchrec_hkv.checkpoint.save and load it into a "
             "DistributedModelParallel, or read them from the state_dict."
         )
-    if name in ours:
-        return name, _of_backend(ours[name])
+    if name in backend_tables:
+        return name, _of_backend(backend_tables[name])
     return name, (_of_copies if name in copied else _of_stock)(stock[name])
 
 
@@ -279,7 +279,7 @@ def _of_stock(weight: ShardedTensor) -> _TableRows:
     return _of_tensors(shards, weight.size()[0], tensor_of)
 
 
-def _of_copies(weight: Tensor) -> _Part:
+def _of_copies(weight: Tensor) -> _TableRows:
     rows, columns = weight.shape
     return _of_tensors([[_Shard(None, columns, 0)]], rows, lambda _: (weight.detach(), [0, 0]))
 
@@ -288,7 +288,7 @@ def _of_tensors(
     shards: Sequence[Sequence[_Shard]],
     num_rows: int,
     tensor_of: Callable[[_Shard], tuple[Tensor, Sequence[int]]],
-) -> _Part:
+) -> _TableRows:
     """The part of a stock table, whose shards are tensors at a row and a column offset."""
 
     def ids(shard: _Shard, batch: int) -> Iterator[Tensor]:
@@ -304,7 +304,7 @@ def _of_tensors(
         put_row_numbers(tensor, batches, *offsets)
         return 0
 
-    return _Part(shards, num_rows, ids, rows_of, put_rows)
+    return _TableRows(shards, num_rows, ids, rows_of, put_rows)
 
 
 def _checked(

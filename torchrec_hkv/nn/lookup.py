@@ -63,7 +63,7 @@ class SlotLookup:
         return dataclasses.replace(self, slots=slots)
 
 
-class Lookup(torch.autograd.Function):
+class LookupFunction(torch.autograd.Function):
     """Looks up rows. The backward passes the gradients to the tables, which store them until a
     step. A table whose rows are not used gets no gradient."""
 

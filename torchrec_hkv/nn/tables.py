@@ -122,7 +122,7 @@ class Tables:
         growths = self.group.growths
         found = SlotLookup(flat, offsets, weights, slots, sizes, batch_size, growths, interval)
         if training:
-            return Lookup.apply(self.marker.anchor, self, found)
+            return LookupFunction.apply(self.marker.anchor, self, found)
         return self.rows_by_table(found)
 
     def rows_by_table(self, found: SlotLookup) -> tuple[Tensor, ...]:

@@ -131,7 +131,7 @@ class TrainedModel:
         shard, holder = table.found.planned.shards[0], table.found.state.ranks[0]
         is_copied = isinstance(table.found.state, ReplicatedState)
         is_alone = is_copied or not dist.is_initialized() or dist.get_world_size() == 1
-        own = None
+        found_cores = None
         if is_alone or dist.get_rank() == holder:
             found_cores = table.found.collection.group_lookups()[shard.key].cores(shard.key)
             found_cores = [core.detach().cpu() for core in found_cores]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrec_hkv.backends.saved import FileOptions
-from torchrec_hkv.checkpoint.conversion.dcp_source import Keys, dcp_tables, table_names
+from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables, table_names
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps
 from torchrec_hkv.checkpoint.conversion.row_files import open_row_file, row_table
@@ -127,7 +127,7 @@ def _to_checkpoint(path: Path, target: Path, options: ConversionOptions) -> dict
     if (path / DCP_METADATA).is_file():
         kind = "torch.distributed.checkpoint"
         folder = DcpFolder(path)
-        keys = Keys.of(folder, options.model_key, options.optimizer_key)
+        keys = DcpKeys.of(folder, options.model_key, options.optimizer_key)
         chosen = _chosen_names(table_names(folder, keys), options.tables, path)
         found = dcp_tables(folder, keys, options.optimizer, options.without, chosen)
         tables = _in_order(found.tables, chosen)

@@ -86,13 +86,13 @@ class DcpTables:
     entries: dict[str, list[str]]
 
 
-def table_names(folder: DcpFolder, keys: Keys) -> list[str]:
+def table_names(folder: DcpFolder, keys: DcpKeys) -> list[str]:
     """Full names of the tables of a folder: of stock tables and of hash tables."""
     return [name for name, *_ in _weights(folder, keys)]
 
 
 def _weights(
-    folder: DcpFolder, keys: Keys
+    folder: DcpFolder, keys: DcpKeys
 ) -> Iterator[tuple[str, str, re.Match[str], Remapping | None]]:
     """For each table its full name, the entry with its rows, the match of that entry's name, and
     the remapping of its ids."""
@@ -108,8 +108,8 @@ def _weights(
 
 def dcp_tables(
     folder: DcpFolder,
-    keys: Keys,
-    given: str | None,
+    keys: DcpKeys,
+    optimizer: str | None,
     without: Sequence[str],
     names: Collection[str] | None = None,
 ) -> DcpTables:
