@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.support.checkpointed import features, held, make_tables
+from tests.support.checkpoint_models import features, make_tables, model_contents
 from torchrec_hkv import checkpoint
 
 ROWS, WIDE = 256, {"lru": 4, "lfu": 4}
@@ -24,7 +24,7 @@ def _train(model, rank, device, ids, names):
 def _rows(model):
     return {
         (value[0], value[1], value[2]): value
-        for value in held(model, "adagrad")
+        for value in model_contents(model, "adagrad")
         if value[1] != "all" and value[3] == "row"
     }
 

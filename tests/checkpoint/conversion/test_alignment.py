@@ -7,8 +7,8 @@ import json
 import safetensors.torch
 import torch
 
-from tests.support.converted import converted, entries_of
-from torchrec_hkv.checkpoint.conversion.convert import Options, convert
+from tests.support.conversions import converted, entries_of
+from torchrec_hkv.checkpoint.conversion.convert import ConversionOptions, convert
 
 NAME = "ebc.embedding_bags.user"
 N = 33  # odd, so that rows of 16 bits end between two words
@@ -37,7 +37,7 @@ def test_exported_files_are_aligned(tmp_path):
     safetensors.torch.save_file(columns, first)
     converted(first, tmp_path / "hkv", tables=[NAME])
     back = tmp_path / "back.safetensors"
-    convert(tmp_path / "hkv", back, Options())
+    convert(tmp_path / "hkv", back, ConversionOptions())
     text = back.read_bytes()
     length = int.from_bytes(text[:8], "little")
     for name, tensor in json.loads(text[8 : 8 + length]).items():

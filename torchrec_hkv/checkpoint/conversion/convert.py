@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrec_hkv.backends.saved import FileOptions
+from torchrec_hkv.backends.save_types import FileOptions
 from torchrec_hkv.checkpoint.conversion.dcp_source import DcpKeys, dcp_tables, table_names
 from torchrec_hkv.checkpoint.conversion.dcp_tensors import DcpFolder
 from torchrec_hkv.checkpoint.conversion.dynamicemb import dump_tables, find_dumps

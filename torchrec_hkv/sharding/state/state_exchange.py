@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_hkv.backends.saved import COUNTS, EntriesLoad, Placed
+from torchrec_hkv.backends.save_types import COUNTS, EntriesLoad, LoadCounts
 from torchrec_hkv.collective import on_every_rank
 from torchrec_hkv.sharding.state.sharded_state import LAYOUT_KEY, ShardedTableState
 
@@ -25,7 +25,7 @@ _BATCH = 1 << 16
 _BYTES = 1 << 24
 
 #: A table, the number of its entries over all ranks, and how many found no slot on this rank.
-Losses = list[tuple[ShardedTableState, Placed]]
+Losses = list[tuple[ShardedTableState, LoadCounts]]
 _losses: ContextVar[Losses | None] = ContextVar("losses", default=None)
 
 
@@ -150,10 +150,10 @@ class _StateExchange:
         for indices in self._rows:
             places = self._state.specs[indices[0]]["ids"].shape[0]
             for first in range(0, places, _BATCH):
-                entries += self._show(indices, first, min(_BATCH, places - first), loads)
+                entries += self._put_entries(indices, first, min(_BATCH, places - first), loads)
         for indices in self._rows:
             for key in self._keys_of_counts(indices[0]):
-                self._show_counts(key, indices[0], loads)
+                self._put_counts(key, indices[0], loads)
         losses = _losses.get()
         allow = losses is not None
         of_ranks = on_every_rank(
@@ -161,7 +161,7 @@ class _StateExchange:
         )
         if losses is not None:
             # Each column shard has all entries of its rows.
-            placed = Placed(entries * len(self._rows[0]), of_ranks[dist.get_rank(self._pg)])
+            placed = LoadCounts(entries * len(self._rows[0]), of_ranks[dist.get_rank(self._pg)])
             losses.append((self._state, placed))
 
     def _put_counts(self, key: str, index: int, loads: Mapping[str, EntriesLoad]) -> None:
@@ -178,9 +178,9 @@ class _StateExchange:
         self, indices: list[int], first: int, n: int, loads: Mapping[str, EntriesLoad]
     ) -> int:
         """Broadcasts the entries of some places; returns how many there are."""
-        held = self._held("occupied", indices[0])
-        part = None if held is None else held[first : first + n]
-        places = self._from_holder("occupied", indices[0], part, (n,)).nonzero().flatten()
+        occupied = self._local_tensor("occupied", indices[0])
+        part = None if occupied is None else occupied[first : first + n]
+        places = self._broadcast("occupied", indices[0], part, (n,)).nonzero().flatten()
         if places.numel() == 0:
             return 0
 
