@@ -21,7 +21,7 @@ WITHOUT_FAKE = {
     "add_ids": "returns how many ids a set holds; checks of files call it",
     "are_placed": "returns whether slots are right; checks of files call it",
     "find_repeated": "returns a slot; loading calls it",
-    "restore_together": "returns how many entries were lost; loading calls it",
+    "restore_batches": "returns how many entries were lost; loading calls it",
     "serving_open": "returns a handle; opening of an export calls it",
     "serving_quantize": "returns how many rows fit, and their range; export calls it",
     "serving_read_pages": "returns whether the system took an advice; opening calls it",

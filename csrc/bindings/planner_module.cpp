@@ -131,18 +131,18 @@ void define_planner(py::module_& m) {
       .value("ALL_RANKS", Spread::kAllRanks)
       .value("HOST_RANKS", Spread::kHostRanks)
       .value("ONE_HOST", Spread::kOneHost);
-  py::class_<Parts, std::shared_ptr<Parts>>(m, "PlannerParts")
+  py::class_<Parts, std::shared_ptr<Parts>>(m, "PlannerShardNeeds")
       .def(py::init(&make_parts), py::arg("needs"), py::arg("spread"))
       .def("fits_where", &Parts::fits_where, py::arg("other"))
       .def("__len__", [](const Parts& parts) { return parts.needs.size(); })
       .def_readonly("spread", &Parts::spread)
       .def_readonly("hbm", &Parts::hbm)
       .def_readonly("host", &Parts::host)
-      .def_readonly("most_hbm", &Parts::max_hbm)
-      .def_readonly("most_bytes", &Parts::max_bytes)
+      .def_readonly("max_hbm", &Parts::max_hbm)
+      .def_readonly("max_bytes", &Parts::max_bytes)
       .def_readonly("time", &Parts::time);
   py::class_<TableOptions>(m, "PlannerChoices").def(py::init(&make_choices), py::arg("options"));
-  py::class_<RankMemory>(m, "PlannerRooms")
+  py::class_<RankMemory>(m, "PlannerFreeMemory")
       .def(py::init<const std::vector<int64_t>&, const std::vector<int64_t>&, int>(),
            py::arg("hbm"), py::arg("host"), py::arg("per_host"))
       .def("pack",

@@ -315,7 +315,7 @@ void define_replay(py::module_& m) {
   m.def("hash_texts", &hash_texts, py::arg("bytes"), py::arg("bounds"), Released());
 
   py::class_<replay::IdCounts>(m, "IdCounts")
-      .def(py::init<int64_t>(), py::arg("most_bytes"))
+      .def(py::init<int64_t>(), py::arg("max_bytes"))
       .def("count", &count_steps, py::arg("ids"), py::arg("ends"), Released())
       .def("entries", &entries)
       .def_property_readonly("size", &replay::IdCounts::size)

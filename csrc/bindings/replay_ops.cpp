@@ -16,7 +16,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_ids(const at::
                                                                       int64_t max_sampled) {
   check_dtype(ids, "ids", at::kLong);
   check_vector(ids, "ids");
-  TORCH_CHECK_VALUE(max_sampled <= max_counted, "most_sampled is ", max_sampled,
+  TORCH_CHECK_VALUE(max_sampled <= max_counted, "max_sampled is ", max_sampled,
                     ", but must be at most most_counted, ", max_counted, ".");
   const at::Tensor from = ids.contiguous();
   const int64_t n = from.numel();
@@ -38,7 +38,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample_ids(const at::
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
-      "sample_ids(Tensor ids, int most_counted, int most_sampled) -> "
+      "sample_ids(Tensor ids, int most_counted, int max_sampled) -> "
       "(Tensor, Tensor, Tensor, Tensor)");
 }
 

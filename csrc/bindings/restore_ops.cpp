@@ -330,7 +330,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
       "find_misplaced(Tensor ids, Tensor slots, int num_buckets, int bucket_slots, "
       "int owner_begin, int owner_end) -> Tensor");
   m.def(
-      "restore_together(Tensor(a!) counters, int group, int table, Tensor[] slots, Tensor[] ids, "
+      "restore_batches(Tensor(a!) counters, int group, int table, Tensor[] slots, Tensor[] ids, "
       "Tensor[] rows, Tensor[] last_steps, Tensor[] scores, Tensor[] states) -> int");
   m.def("find_repeated(Tensor counters, int group, int table) -> int");
   m.def(
@@ -342,7 +342,7 @@ TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
 HKV_REGISTER_ON_DEVICES(add_restore_ops)
 TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) {
   m.impl("find_misplaced", &find_misplaced);
-  m.impl("restore_together", &restore_batches);
+  m.impl("restore_batches", &restore_batches);
   m.impl("find_repeated", &find_repeated);
   m.impl("are_placed", &are_placed);
   m.impl("add_ids", &add_ids);

@@ -57,7 +57,7 @@ std::vector<hash_table::ReplicaIds> check_replicas(at::TensorList ids, at::IntAr
 // - absent: indices of ids without a slot.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
            at::Tensor>
-match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes,
+merge_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef sizes,
           int64_t own_rank, const at::Tensor& slots) {
   const std::shared_ptr<TableGroup> group = TableGroup::from_handle(handle);
   const hash_table::TableView& view = group->view(table);
@@ -85,14 +85,14 @@ match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef siz
   at::Tensor matched = numbers(most), slots_here = numbers(most), removed = numbers(max_removed);
   at::Tensor touched_indices = numbers(touched_here);
   at::Tensor absent = numbers(most - touched_here);
-  const hash_table::MatchedIds out{
+  const hash_table::MergedIds out{
       matched.data_ptr<int64_t>(),    known.data_ptr<bool>(),
       touched.data_ptr<bool>(),       is_new.data_ptr<bool>(),
       slots_here.data_ptr<int64_t>(), absent.data_ptr<int64_t>(),
       removed.data_ptr<int64_t>(),    touched_indices.data_ptr<int64_t>()};
-  hash_table::MatchedCounts found{};
+  hash_table::MergedCounts found{};
   group->order().run(kReadIndex, [&] {
-    found = hash_table::cpu::match_ids(view, replicas.data(), number, own_rank, at, out,
+    found = hash_table::cpu::merge_ids(view, replicas.data(), number, own_rank, at, out,
                                        at::get_num_threads());
   });
   const auto first = [&](const at::Tensor& of) { return of.narrow(0, 0, found.ids); };
@@ -106,10 +106,10 @@ match_ids(int64_t handle, int64_t table, at::TensorList ids, at::IntArrayRef siz
 
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
-      "meet_ids(int group, int table, Tensor[] ids, int[] sizes, int own, Tensor slots) "
+      "merge_ids(int group, int table, Tensor[] ids, int[] sizes, int own, Tensor slots) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("meet_ids", &match_ids); }
+TORCH_LIBRARY_IMPL(torchrec_hkv, CPU, m) { m.impl("merge_ids", &merge_ids); }
 
 }  // namespace torchrec_hkv::bindings

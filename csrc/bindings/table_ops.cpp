@@ -133,11 +133,12 @@ using Inserted =
 
 // Inserts ids. Returns (slots, found, ids, rows and scores of evicted and refused entries, their
 // number, and their tables if the group has several tables). With rows and `assign`, assigns one of
-// the given rows to each id. believed: see Placement; skipped ids have slot -1.
+// the given rows to each id. expected_present: see Placement; skipped ids have slot -1.
 Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
                 const std::optional<at::Tensor>& scores, const std::optional<at::Tensor>& rows,
-                const std::optional<at::Tensor>& believed, bool initialize, bool assign,
-                bool leavers, const std::optional<at::Tensor>& offsets, int64_t batch_size) {
+                const std::optional<at::Tensor>& expected_present, bool initialize, bool assign,
+                bool returns_evicted, const std::optional<at::Tensor>& offsets,
+                int64_t batch_size) {
   const std::shared_ptr<TableGroup> owner = TableGroup::from_handle(handle);
   const TableGroup& group = *owner;
   check_device(counters, "counters", group.device());
@@ -149,18 +150,19 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   const at::Tensor given_tensor = rows ? check_rows(group, *rows, n) : at::Tensor();
   const RowMatrix given_rows = rows ? matrix_of(given_tensor, group.matrix_type()) : RowMatrix{};
   TORCH_CHECK_VALUE(rows || !assign, "rows must be given where they are to be assigned.");
-  TORCH_CHECK_VALUE(
-      assign || !leavers,
-      "leavers is true, but assign is not: only a call that assigns rows returns what leaves.");
+  TORCH_CHECK_VALUE(assign || !returns_evicted,
+                    "returns_evicted is true, but assign is not: only a call that assigns rows "
+                    "returns what leaves.");
   TORCH_CHECK_VALUE(!assign || !initialize,
                     "initialize and assign are both true, but at most one of them may be.");
-  TORCH_CHECK_VALUE(!assign || !believed,
-                    "believed is given and assign is true, but a call takes one of them only.");
-  if (believed) {
-    check_dtype(*believed, "believed", at::kBool);
-    check_device(*believed, "believed", group.device());
-    check_length(*believed, "believed", n);
-    TORCH_CHECK_VALUE(believed->is_contiguous(), "believed must be contiguous.");
+  TORCH_CHECK_VALUE(
+      !assign || !expected_present,
+      "expected_present is given and assign is true, but a call takes one of them only.");
+  if (expected_present) {
+    check_dtype(*expected_present, "expected_present", at::kBool);
+    check_device(*expected_present, "expected_present", group.device());
+    check_length(*expected_present, "expected_present", n);
+    TORCH_CHECK_VALUE(expected_present->is_contiguous(), "expected_present must be contiguous.");
   }
   // For other threads, growth and insertion are one call.
   const HoldToGrow hold(*owner);
@@ -170,12 +172,12 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   at::Tensor writer;
   const bool deterministic = group.deterministic();
   if (group.device().is_cuda() && assign && !deterministic) writer = at::empty_like(found);
-  const int64_t max_evicted = leavers ? n : 0;
+  const int64_t max_evicted = returns_evicted ? n : 0;
   at::Tensor evicted_ids = at::empty({max_evicted}, ids.options());
   at::Tensor evicted_rows =
       at::empty({max_evicted, group.shape().widest}, ids.options().dtype(group.matrix_dtype()));
   at::Tensor evicted_scores = at::empty({max_evicted}, ids.options());
-  at::Tensor number = at::zeros({leavers ? 1 : 0}, ids.options());
+  at::Tensor number = at::zeros({returns_evicted ? 1 : 0}, ids.options());
   const bool several = group.num_tables() > 1;
   at::Tensor evicted_tables = at::empty({several ? max_evicted : 0}, ids.options().dtype(at::kInt));
   hash_table::Placement placement{
@@ -183,7 +185,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
       hash_table::RefuseLower::kAll,
       given_rows,
       {}};
-  if (believed) placement.expected_present = believed->const_data_ptr<bool>();
+  if (expected_present) placement.expected_present = expected_present->const_data_ptr<bool>();
   placement.admissions = group.admission().get();
   placement.moving = group.frame_moves();
   placement.scores = group.shape().scores;
@@ -191,7 +193,7 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
   placement.restores = group.restores_counts();
   placement.simulates = group.simulates();
   placement.ordered = deterministic;
-  if (leavers) {
+  if (returns_evicted) {
     placement.evicted_entries = {evicted_ids.data_ptr<int64_t>(),
                                  matrix_of(evicted_rows, group.matrix_type()),
                                  reinterpret_cast<uint64_t*>(evicted_scores.data_ptr<int64_t>()),
@@ -216,8 +218,8 @@ Inserted insert(at::Tensor counters, int64_t handle, const at::Tensor& ids,
     keep_last_scores(group, slots, given_scores);
     if (assign) write(group, slots, given_rows, /*add=*/false, writer);
   });
-  if (believed) slots.masked_fill_(slots.eq(hash_table::kSkipped), hash_table::kNoSlot);
-  if (leavers) evicted_scores = scores_of_tables(group, evicted_scores, evicted_tables);
+  if (expected_present) slots.masked_fill_(slots.eq(hash_table::kSkipped), hash_table::kNoSlot);
+  if (returns_evicted) evicted_scores = scores_of_tables(group, evicted_scores, evicted_tables);
   return {slots, found, evicted_ids, evicted_rows, evicted_scores, number, evicted_tables};
 }
 
@@ -378,7 +380,8 @@ void add_table_ops(torch::Library& m) {
 TORCH_LIBRARY_FRAGMENT(torchrec_hkv, m) {
   m.def(
       "insert(Tensor(a!) counters, int group, Tensor ids, Tensor? scores, Tensor? rows, "
-      "Tensor? believed, bool initialize, bool assign, bool leavers, Tensor? offsets=None, "
+      "Tensor? expected_present, bool initialize, bool assign, bool returns_evicted, Tensor? "
+      "offsets=None, "
       "int batch_size=1) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "gather_rows(int group, Tensor ids, Tensor slots, Tensor? offsets=None, int batch_size=1) "

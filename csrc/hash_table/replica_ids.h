@@ -19,7 +19,7 @@ struct ReplicaIds {
 
 // How the ids of all replicas relate to this one. Arrays have room for all touched ids of all
 // replicas, unless said otherwise.
-struct MatchedIds {
+struct MergedIds {
   int64_t* ids;      // those that some replica touched, in the order of first occurrence
   bool* known;       // whether a replica that touched or lost the id had it at the last sync
   bool* touched;     // whether this replica touched it
@@ -30,8 +30,8 @@ struct MatchedIds {
   int64_t* touched_indices;  // of each id that this replica touched, its index in `ids`
 };
 
-// Numbers of elements of MatchedIds.
-struct MatchedCounts {
+// Numbers of elements of MergedIds.
+struct MergedCounts {
   int64_t ids;
   int64_t removed;
   int64_t absent;
@@ -41,9 +41,8 @@ namespace cpu {
 
 // replicas: [number]; own_index: which of them is this one; slots: of the ids that this one
 // touched. All replicas together have less than 2^32 - 1 ids.
-MatchedCounts match_ids(const TableView& table, const ReplicaIds* replicas, int64_t number,
-                        int64_t own_index, const int64_t* slots, const MatchedIds& out,
-                        int threads);
+MergedCounts merge_ids(const TableView& table, const ReplicaIds* replicas, int64_t number,
+                       int64_t own_index, const int64_t* slots, const MergedIds& out, int threads);
 
 }  // namespace cpu
 }  // namespace torchrec_hkv::hash_table

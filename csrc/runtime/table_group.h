@@ -103,7 +103,7 @@ class TableGroup {
   const at::Tensor& aged_lfu() const { return aged_lfu_; }
   // hash_table::MiniatureCounters of each table, int64 [tables, 14], and their entries, on the
   // device.
-  const at::Tensor& miniature_tally() const { return miniature_tally_; }
+  const at::Tensor& miniature_counters() const { return miniature_tally_; }
   const std::vector<at::Tensor>& miniature_entries() const { return miniature_entries_; }
   // Whether a table has miniatures.
   bool simulates() const { return simulates_; }

@@ -59,7 +59,7 @@ class Compared:
         slots = self.model.call(ids, given)
         assert self.table.find_slots(torch.tensor(ids)).tolist() == slots
 
-    def check(self) -> None:
+    def check(self, must_evict: bool = True) -> None:
         """All entries are equal, and so is the number of evictions."""
         state = self.table.group.export_table(0)
         slots = state.occupied.nonzero().flatten()
@@ -67,7 +67,8 @@ class Compared:
         entries = zip(*(column[slots].tolist() for column in columns), strict=True)
         assert dict(zip(slots.tolist(), entries, strict=True)) == self.model.entries()
         counters = self.table.counters()
-        assert counters["evicted"] == self.model.evicted > 0
+        assert counters["evicted"] == self.model.evicted
+        assert counters["evicted"] > 0 or not must_evict
         assert counters["refused"] == self.model.refused
 
 
@@ -126,7 +127,8 @@ def test_any(half_life, capacity, ids, start, seed, counts):
             compared.table.group.set_clock(start)
         compared.pass_time()
         compared.call(counts)
-    compared.check()
+    # A small table may refuse all new ids for their counts.
+    compared.check(must_evict=False)
 
 
 def test_steps_before_the_last_ones_leave_first():

@@ -38,7 +38,7 @@ class Modelled:
 
     def check(self) -> None:
         group = self.table.group
-        assert group.miniature_tally[0].tolist() == self.miniatures.tally
+        assert group.miniature_counters[0].tolist() == self.miniatures.tally
         assert group.aged_lfu[0, 0].item() == self.miniatures.c
 
 
@@ -88,7 +88,7 @@ def test_all_is_the_same_with_any_number_of_threads():
         for turn in range(20):
             ids = torch.tensor(batch(generator, 9000, 100 * turn, 15_000))
             table.find_or_insert(ids)
-        tallies.append((table.group.miniature_tally.tolist(), scores_of(table)))
+        tallies.append((table.group.miniature_counters.tolist(), scores_of(table)))
     torch.set_num_threads(threads)
     assert tallies[0] == tallies[1]
 
@@ -102,10 +102,10 @@ def test_they_see_nothing_where_nothing_leaves_or_batches_are_much_too_large(dev
         roomy.find_or_insert(ids)
         crowded.find_or_insert(ids)
     assert roomy.counters()["evicted"] == 0
-    assert roomy.group.miniature_tally[0, :-1].eq(0).all()
+    assert roomy.group.miniature_counters[0, :-1].eq(0).all()
     # Before its first call a table has no mean number of lookups.
     assert crowded.counters()["evicted"] > 0
-    assert crowded.group.miniature_tally[0, :-1].eq(0).all()
+    assert crowded.group.miniature_counters[0, :-1].eq(0).all()
 
 
 def stream(replaced: bool) -> list[torch.Tensor]:
@@ -148,8 +148,8 @@ def test_other_tables_of_a_group_have_none(device_type):
         for table, ids in zip(alone, parts, strict=True):
             table.find_or_insert(ids.to(device_type))
     for index, table in enumerate(alone):
-        assert group.miniature_tally[index].equal(table.group.miniature_tally[0])
-    assert group.miniature_tally[1].eq(0).all()
+        assert group.miniature_counters[index].equal(table.group.miniature_counters[0])
+    assert group.miniature_counters[1].eq(0).all()
 
 
 def test_a_copy_goes_on_alike(device_type):
@@ -158,7 +158,7 @@ def test_a_copy_goes_on_alike(device_type):
     for ids in stream(replaced=False)[:50]:
         for its in (table, other):
             its.find_or_insert(ids.to(device_type))
-    assert table.group.miniature_tally.equal(other.group.miniature_tally)
+    assert table.group.miniature_counters.equal(other.group.miniature_counters)
     assert table.group.aged_lfu.equal(other.group.aged_lfu)
 
 
@@ -171,14 +171,14 @@ def test_what_was_chosen_comes_out_of_a_file(device_type, tmp_path):
     loaded = make(device_type, 600, eviction="adaptive")
     loaded.load(tmp_path / "table")
     assert loaded.group.aged_lfu[0, 0].item() == chosen
-    assert loaded.group.miniature_tally.eq(0).all()
+    assert loaded.group.miniature_counters.eq(0).all()
     assert scores_of(loaded) == scores_of(table)
 
 
 def test_clear_forgets(device_type):
     table, _ = hit_rate(device_type, "adaptive", replaced=False)
     table.clear()
-    assert table.group.miniature_tally.eq(0).all()
+    assert table.group.miniature_counters.eq(0).all()
     assert table.group.aged_lfu[0, 0].item() == 2.0
 
 

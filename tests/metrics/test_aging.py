@@ -33,7 +33,7 @@ def test_an_adaptive_table_tells_all(device_type):
     (metrics,) = collect(table).values()
     rates = metrics.miniature_hit_rates
     assert list(rates) == [0.0, 1.0, 2.0, 4.0, 16.0]
-    tally = table.group.miniature_tally[0].tolist()
+    tally = table.group.miniature_counters[0].tolist()
     for k, rate in enumerate(rates.values()):
         assert rate == (tally[k] + tally[6 + k]) / (tally[5] + tally[11])
         assert 0 < rate < 1

@@ -16,11 +16,11 @@ _RANKS = 8
 
 
 def _parts(size, time):
-    return _C.PlannerParts([(size, 0, time)], _C.PlannerSpread.ANY_RANK)
+    return _C.PlannerShardNeeds([(size, 0, time)], _C.PlannerSpread.ANY_RANK)
 
 
 def _rooms(room, ranks=_RANKS):
-    return _C.PlannerRooms([room] * ranks, [0] * ranks, ranks)
+    return _C.PlannerFreeMemory([room] * ranks, [0] * ranks, ranks)
 
 
 def _sums(values, placement, ranks=_RANKS):

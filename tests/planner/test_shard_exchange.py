@@ -14,7 +14,7 @@ _RANKS = 8
 
 
 def _parts(hbm, host=0):
-    return _C.PlannerParts([(hbm, host, 0.0)], _C.PlannerSpread.ANY_RANK)
+    return _C.PlannerShardNeeds([(hbm, host, 0.0)], _C.PlannerSpread.ANY_RANK)
 
 
 def _left(sizes, placement, room):
@@ -43,7 +43,7 @@ def test_many_shards_that_just_fit(seed):
     while _largest_first(sizes, room):
         sizes = [int(1e9 * (i + 1) ** -1.1 * draw.uniform(0.3, 1)) for i in range(8, 96)]
         room = sum(sizes) // _RANKS + 200_000
-    rooms = _C.PlannerRooms([room] * _RANKS, [0] * _RANKS, _RANKS)
+    rooms = _C.PlannerFreeMemory([room] * _RANKS, [0] * _RANKS, _RANKS)
     placement = rooms.pack([_parts(size) for size in sizes], False)
     assert placement is not None
     assert min(map(min, _left([(size, 0) for size in sizes], placement, (room, 0)))) >= 0
@@ -54,13 +54,13 @@ def test_both_kinds_of_memory_suffice_afterwards(seed):
     draw = random.Random(seed)
     sizes = [(draw.randint(0, 1000), draw.randint(0, 1000)) for _ in range(100)]
     room = [sum(of) // _RANKS + 60 for of in zip(*sizes, strict=True)]
-    rooms = _C.PlannerRooms([room[0]] * _RANKS, [room[1]] * _RANKS, _RANKS)
+    rooms = _C.PlannerFreeMemory([room[0]] * _RANKS, [room[1]] * _RANKS, _RANKS)
     placement = rooms.pack([_parts(*size) for size in sizes], False)
     assert placement is not None
     assert min(map(min, _left(sizes, placement, room))) >= 0
 
 
 def test_what_can_not_fit_does_not():
-    rooms = _C.PlannerRooms([10] * _RANKS, [0] * _RANKS, _RANKS)
+    rooms = _C.PlannerFreeMemory([10] * _RANKS, [0] * _RANKS, _RANKS)
     assert rooms.pack([_parts(6) for _ in range(_RANKS)], False) is not None
     assert rooms.pack([_parts(6) for _ in range(_RANKS + 1)], False) is None

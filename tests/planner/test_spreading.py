@@ -18,16 +18,18 @@ _RANKS = _HOSTS * _PER_HOST
 def _options(rows, buffer):
     """A table on one rank, on a host, or on all ranks; each shard has its own buffer."""
     return [
-        _C.PlannerParts([(rows + buffer, 0, 0.0)], _C.PlannerSpread.ANY_RANK),
-        _C.PlannerParts(
+        _C.PlannerShardNeeds([(rows + buffer, 0, 0.0)], _C.PlannerSpread.ANY_RANK),
+        _C.PlannerShardNeeds(
             [(rows // _PER_HOST + buffer, 0, 0.0)] * _PER_HOST, _C.PlannerSpread.HOST_RANKS
         ),
-        _C.PlannerParts([(rows // _RANKS + buffer, 0, 0.0)] * _RANKS, _C.PlannerSpread.ALL_RANKS),
+        _C.PlannerShardNeeds(
+            [(rows // _RANKS + buffer, 0, 0.0)] * _RANKS, _C.PlannerSpread.ALL_RANKS
+        ),
     ]
 
 
 def _rooms(room):
-    return _C.PlannerRooms([room] * _RANKS, [0] * _RANKS, _PER_HOST)
+    return _C.PlannerFreeMemory([room] * _RANKS, [0] * _RANKS, _PER_HOST)
 
 
 def test_one_table_of_several_equal_ones_goes_to_all_ranks():

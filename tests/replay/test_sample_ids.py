@@ -53,7 +53,7 @@ def test_opcheck():
     [
         ((torch.arange(3.0), 0, 0), TypeError, "ids must be of dtype Long, but is of dtype Float"),
         ((torch.zeros(2, 2).long(), 0, 0), ValueError, r"one dimension, but has shape \[2, 2\]"),
-        ((torch.arange(3), 0, 1), ValueError, "most_sampled is 1, but must be at most"),
+        ((torch.arange(3), 0, 1), ValueError, "max_sampled is 1, but must be at most"),
     ],
 )
 def test_bad_input(args, error, match):

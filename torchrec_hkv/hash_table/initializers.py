@@ -106,11 +106,11 @@ class TruncatedNormal:
         _check_std(self)
         _check_order(self)
         mass = _C.normal_mass(self.mean, self.std, self.low, self.high)
-        if mass < _C.LEAST_NORMAL_MASS:
+        if mass < _C.MIN_NORMAL_MASS:
             raise ValueError(
                 f"TruncatedNormal: the range from {self.low} to {self.high} holds {mass:.3g} of "
                 f"the probability of a normal with mean {self.mean} and std {self.std}, but must "
-                f"hold at least {_C.LEAST_NORMAL_MASS}."
+                f"hold at least {_C.MIN_NORMAL_MASS}."
             )
 
 

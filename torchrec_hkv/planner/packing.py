@@ -15,7 +15,7 @@ from torchrec_hkv.compat import ranks_of_host
 _UNLIMITED = 1 << 61
 
 #: Free memory of ranks.
-FreeMemory = _C.PlannerRooms
+FreeMemory = _C.PlannerFreeMemory
 
 #: The ranks on which the shards of an option may be.
 _SPREADS = {
@@ -52,7 +52,7 @@ class ShardNeeds:
             )
             for shard in option.shards
         ]
-        self.native = _C.PlannerParts(of_shards, _spread(option))
+        self.native = _C.PlannerShardNeeds(of_shards, _spread(option))
         self.is_placed = is_placed(option)
         self.hbm, self.host = self.native.hbm, self.native.host
         self.time = self.native.time
@@ -65,7 +65,7 @@ class ShardNeeds:
     @property
     def size(self) -> tuple[int, int]:
         """Sort key: the bytes of the largest shard, then of all shards."""
-        return self.native.most_bytes, self.hbm + self.host
+        return self.native.max_bytes, self.hbm + self.host
 
 
 class PlanSums:

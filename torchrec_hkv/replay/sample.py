@@ -68,7 +68,7 @@ def sample_ids(ids: Tensor, larger: Sample, smaller: Sample) -> SampledIds:
 
 
 @torch.library.register_fake("torchrec_hkv::sample_ids")
-def _(ids: Tensor, most_counted: int, most_sampled: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(ids: Tensor, most_counted: int, max_sampled: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     counted, sampled = context.new_dynamic_size(), context.new_dynamic_size()
     bounds = context.new_dynamic_size()

@@ -54,7 +54,7 @@ void define_table_config(py::module_& m) {
       .value("BFLOAT16", RowType::kBFloat16)
       .value("INT8", RowType::kInt8);
 
-  m.attr("LEAST_NORMAL_MASS") = kMinMass;
+  m.attr("MIN_NORMAL_MASS") = kMinMass;
   m.def(
       "normal_mass",
       [](double mean, double std, double low, double high) {

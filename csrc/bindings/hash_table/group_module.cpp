@@ -140,7 +140,7 @@ void define_table_group(py::module_& m) {
       .def_property_readonly("counters", &TableGroup::counters)
       .def_property_readonly("optimizer_steps", &TableGroup::optimizer_steps)
       .def_property_readonly("aged_lfu", &TableGroup::aged_lfu)
-      .def_property_readonly("miniature_tally", &TableGroup::miniature_tally)
+      .def_property_readonly("miniature_counters", &TableGroup::miniature_counters)
       .def_property_readonly("miniature_entries", &TableGroup::miniature_entries)
       .def("restart_aging", in_order(kWriteIndex, &TableGroup::restart_aging), py::arg("table"),
            py::arg("lookups"), py::arg("steps"), py::arg("c"))

@@ -55,11 +55,11 @@ class TouchedSlots {
   std::vector<uint64_t> is_touched_;
 };
 
-// match_ids for two replicas from which no id has left. A lookup in the table tells which of the
+// merge_ids for two replicas from which no id has left. A lookup in the table tells which of the
 // other replica's ids this one touched, too.
-MatchedCounts match_two(const TableView& table, const ReplicaIds& this_replica,
-                        const ReplicaIds& other_replica, bool first, const int64_t* slots,
-                        const MatchedIds& out, int threads) {
+MergedCounts match_two(const TableView& table, const ReplicaIds& this_replica,
+                       const ReplicaIds& other_replica, bool first, const int64_t* slots,
+                       const MergedIds& out, int threads) {
   const int64_t n = this_replica.touched(), m = other_replica.touched();
   const TouchedSlots touched_slots(table, slots, this_replica.num_new, n);
   // This replica's ids come first if it is the first one, else the other's.
@@ -135,10 +135,9 @@ int64_t distinct_ids(const int64_t* ids, int64_t n, int64_t* distinct, int64_t* 
   return number;
 }
 
-// match_ids for any number of replicas.
-MatchedCounts match_all(const TableView& table, const ReplicaIds* replicas, int64_t number,
-                        int64_t own_index, const int64_t* slots, const MatchedIds& out,
-                        int threads) {
+// merge_ids for any number of replicas.
+MergedCounts match_all(const TableView& table, const ReplicaIds* replicas, int64_t number,
+                       int64_t own_index, const int64_t* slots, const MergedIds& out, int threads) {
   std::vector<int64_t> concatenated;
   for (int64_t r = 0; r < number; ++r) {
     concatenated.insert(concatenated.end(), replicas[r].ids, replicas[r].ids + replicas[r].all());
@@ -192,9 +191,8 @@ MatchedCounts match_all(const TableView& table, const ReplicaIds* replicas, int6
 
 }  // namespace
 
-MatchedCounts match_ids(const TableView& table, const ReplicaIds* replicas, int64_t number,
-                        int64_t own_index, const int64_t* slots, const MatchedIds& out,
-                        int threads) {
+MergedCounts merge_ids(const TableView& table, const ReplicaIds* replicas, int64_t number,
+                       int64_t own_index, const int64_t* slots, const MergedIds& out, int threads) {
   const ReplicaIds& this_replica = replicas[own_index];
   const bool none_removed = std::all_of(replicas, replicas + number,
                                         [](const ReplicaIds& of) { return of.num_removed == 0; });

@@ -50,7 +50,7 @@ def on(device, tensors):
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
-def insert_and_evict(table, ids, rows, scores, believed):
+def insert_and_evict(table, ids, rows, scores, expected_present):
     back = table.insert_and_evict(ids, rows, scores)
     return back.ids, back.rows, back.scores
 
@@ -60,8 +60,8 @@ OPERATIONS = {
     "find_or_insert_slots": lambda t, ids, rows, scores, _: t.find_or_insert_slots(ids, scores),
     "insert_or_assign": lambda t, ids, rows, scores, _: (t.insert_or_assign(ids, rows, scores),),
     "insert_and_evict": insert_and_evict,
-    "accum_or_assign": lambda t, ids, rows, scores, believed: (
-        t.accum_or_assign(ids, rows, believed, scores) or ()
+    "accum_or_assign": lambda t, ids, rows, scores, expected_present: (
+        t.accum_or_assign(ids, rows, expected_present, scores) or ()
     ),
     "assign": lambda t, ids, rows, scores, _: (t.assign(ids, rows, scores),),
     "assign_rows": lambda t, ids, rows, scores, _: (t.assign_rows(ids, rows),),

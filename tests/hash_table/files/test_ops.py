@@ -75,7 +75,7 @@ def test_ops_that_return_numbers():
     entries = ops.read_slots(table._group.handle, 0, slots)
     # The table already has these entries, so no run changes it.
     batches = [[tensor] for tensor in (slots, *entries)]
-    torch.library.opcheck(ops.restore_together, (*place(table), *batches), test_utils=checks)
+    torch.library.opcheck(ops.restore_batches, (*place(table), *batches), test_utils=checks)
     torch.library.opcheck(ops.find_repeated, place(table), test_utils=checks)
     args = (entries[0], slots, 1, 64, 0, 1 << 16)
     torch.library.opcheck(ops.are_placed, args, test_utils=checks)

@@ -82,23 +82,23 @@ def test_schema(table):
     handle, ids = table._group.handle, held_ids(table)[:9]
     slots = find_slots(table._group, 0, ids[:5])
     args = (handle, 0, [ids[:5], ids[3:]], [2, 3, 0, 1, 4, 1], 0, slots)
-    torch.library.opcheck(ops.meet_ids, args)
+    torch.library.opcheck(ops.merge_ids, args)
 
 
 def test_bad_input(table):
     handle, ids = table._group.handle, held_ids(table)[:9]
     slots = find_slots(table._group, 0, ids)
     with pytest.raises(TypeError, match="ids must be of dtype Long"):
-        ops.meet_ids(handle, 0, [ids.int()], [9, 0, 0], 0, slots)
+        ops.merge_ids(handle, 0, [ids.int()], [9, 0, 0], 0, slots)
     with pytest.raises(ValueError, match="sizes has 2 elements, but must have three of each of 1"):
-        ops.meet_ids(handle, 0, [ids], [9, 0], 0, slots)
+        ops.merge_ids(handle, 0, [ids], [9, 0], 0, slots)
     for sizes in ([4, 4, 0], [10, -1, 0]):
         with pytest.raises(ValueError, match="must not be negative, and add up to its 9 ids"):
-            ops.meet_ids(handle, 0, [ids], sizes, 0, slots)
+            ops.merge_ids(handle, 0, [ids], sizes, 0, slots)
     with pytest.raises(ValueError, match="own is 1, but must be one of 1 replicas"):
-        ops.meet_ids(handle, 0, [ids], [9, 0, 0], 1, slots)
+        ops.merge_ids(handle, 0, [ids], [9, 0, 0], 1, slots)
     with pytest.raises(ValueError, match="slots must have 9 elements, but has 8"):
-        ops.meet_ids(handle, 0, [ids], [9, 0, 0], 0, slots[1:])
+        ops.merge_ids(handle, 0, [ids], [9, 0, 0], 0, slots[1:])
     for wrong in (-1, table.num_slots):
         with pytest.raises(ValueError, match=f"slots has {wrong}, but the table has"):
-            ops.meet_ids(handle, 0, [ids[:1]], [1, 0, 0], 0, torch.tensor([wrong]))
+            ops.merge_ids(handle, 0, [ids[:1]], [1, 0, 0], 0, torch.tensor([wrong]))

@@ -15,14 +15,14 @@ def _(
     ids: Tensor,
     scores: Tensor | None,
     rows: Tensor | None,
-    believed: Tensor | None,
+    expected_present: Tensor | None,
     initialize: bool,
     assign: bool,
-    leavers: bool,
+    returns_evicted: bool,
     offsets: Tensor | None = None,
     batch_size: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    room = ids.shape[0] if leavers else 0
+    room = ids.shape[0] if returns_evicted else 0
     dtype, dim = _C.group_row_dtype(group), _C.group_row_width(group)
     return (
         torch.empty_like(ids),
@@ -30,7 +30,7 @@ def _(
         ids.new_empty((room,)),
         ids.new_empty((room, dim), dtype=dtype),
         ids.new_empty((room,)),
-        ids.new_empty((1 if leavers else 0,)),
+        ids.new_empty((1 if returns_evicted else 0,)),
         ids.new_empty((room if counters.shape[0] > 1 else 0,), dtype=torch.int32),
     )
 

@@ -117,7 +117,7 @@ def _(
     return None
 
 
-@torch.library.register_fake("torchrec_hkv::meet_ids")
+@torch.library.register_fake("torchrec_hkv::merge_ids")
 def _(
     group: int, table: int, ids: Sequence[Tensor], sizes: Sequence[int], own: int, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -73,7 +73,7 @@ class FileTarget(FileTable):
         self.group.note_restore()
         place = (self.group.counter_tensor, self.group.handle, self.table)
         tensors = zip(*(self._entries_of(batch) for batch in batches), strict=True)
-        return _ops.restore_together(*place, *map(list, tensors))
+        return _ops.restore_batches(*place, *map(list, tensors))
 
     def _entries_of(self, batch: dict[str, Tensor]) -> list[Any]:
         """Slots (if given), ids, rows, last steps, scores and states, on the table's device and in

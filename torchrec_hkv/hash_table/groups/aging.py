@@ -26,10 +26,10 @@ class GroupAging:
         return self._group.aged_lfu
 
     @property
-    def miniature_tally(self) -> Tensor:
+    def miniature_counters(self) -> Tensor:
         """Counts of the miniature tables of ``"adaptive"`` tables, int64 ``[tables, 14]`` on the
         device (``csrc/hash_table/miniatures.h``)."""
-        return self._group.miniature_tally
+        return self._group.miniature_counters
 
     def measured_aging(self, table: int) -> tuple[float, float, float] | None:
         """The measurements that determine the half-life under :class:`AgedLFU` or ``"adaptive"``:

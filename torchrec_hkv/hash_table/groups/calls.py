@@ -175,7 +175,9 @@ class GroupCalls(GroupStrictness):
         self._arguments.check_rows(rows, ids)
         self._arguments.check(accumulate, "accumulate", torch.bool, (ids.numel(),))
         with self.alone():
-            slots, *_ = self._insert(ids, offsets, batch_size, scores, None, believed=accumulate)
+            slots, *_ = self._insert(
+                ids, offsets, batch_size, scores, None, expected_present=accumulate
+            )
             nowhere = torch.full_like(slots, -1)
             self._write(torch.where(accumulate, nowhere, slots), rows, add=False)
             self._write(torch.where(accumulate, slots, nowhere), rows, add=True)
@@ -259,7 +261,7 @@ class GroupCalls(GroupStrictness):
         initialize: bool = False,
         assign: bool = False,
         evicted: bool = False,
-        believed: Tensor | None = None,
+        expected_present: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         ids = self._arguments.checked_ids(ids)
         self._arguments.check_scores(scores, ids)
@@ -269,7 +271,7 @@ class GroupCalls(GroupStrictness):
             ids,
             None if scores is None else scores.contiguous(),
             None if rows is None else rows.contiguous(),
-            None if believed is None else believed.contiguous(),
+            None if expected_present is None else expected_present.contiguous(),
             initialize,
             assign,
             evicted,

@@ -54,7 +54,7 @@ class GroupCopies(GroupSelection, GroupContents):
             copied.optimizer_steps.copy_(self.optimizer_steps)
             copied.counter_tensor.copy_(self.counter_tensor)
             copied.aged_lfu.copy_(self.aged_lfu)
-            copied._group.miniature_tally.copy_(self._group.miniature_tally)
+            copied._group.miniature_counters.copy_(self._group.miniature_counters)
             for to, source in zip(
                 copied._group.miniature_entries, self._group.miniature_entries, strict=True
             ):

@@ -96,7 +96,7 @@ class GroupCounters:
         synchronize."""
         sizes = self._group.sizes().to(self.device)  # first, as it orders other streams
         hundredths = (self._group.aged_lfu[:, :1] * 100).clamp(max=1e8).long()
-        tally, k = self._group.miniature_tally, len(MINIATURE_CS)
+        tally, k = self._group.miniature_counters, len(MINIATURE_CS)
         recent = tally[:, : k + 1] + tally[:, k + 1 : 2 * k + 2]  # hits, and lookups
         parts = [self._counts(), sizes.unsqueeze(1), self._aged * 1, self._aged * hundredths]
         return torch.cat([*parts, recent[:, k:], recent[:, :k]], dim=1)

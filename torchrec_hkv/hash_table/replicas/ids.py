@@ -67,7 +67,7 @@ def merge_ids(
         # so the table is read in order.
         flat = [n for of_replica in sizes for n in of_replica]
         return MergedIds(
-            *_ops.meet_ids(group.handle, table, list(replicas), flat, replica, changes.slots)
+            *_ops.merge_ids(group.handle, table, list(replicas), flat, replica, changes.slots)
         )
     ids, in_last_sync, removed, places = _merge(
         [

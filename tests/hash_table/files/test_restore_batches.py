@@ -38,7 +38,7 @@ def test_as_one_after_the_other(eviction, n, count):
     table = filled("cpu", n, 12_000, eviction=eviction, state_dim=3)
     batches = shares(table, count)
     together, apart = like(table), like(table)
-    assert ops.restore_together(*place(together), *map(list, zip(*batches, strict=True))) == 0
+    assert ops.restore_batches(*place(together), *map(list, zip(*batches, strict=True))) == 0
     for batch in batches:
         assert ops.restore_slots(*place(apart), *batch).all()
     assert entries(together) == entries(apart) == entries(table)
@@ -52,7 +52,7 @@ def test_the_first_batch_has_a_slot_that_two_name():
     again = (slots[:7], ids[:7], rows[:7] + 1, steps[:7], scores[:7], states[:7])
     loaded = like(table)
     both = map(list, zip(batch, again, strict=True))
-    assert ops.restore_together(*place(loaded), *both) == 7
+    assert ops.restore_batches(*place(loaded), *both) == 7
     assert entries(loaded) == entries(table)
 
 
@@ -65,7 +65,7 @@ def test_ids_are_not_put_into_buckets_of_others():
     bucket = int(slots[5]) // bucket_slots
     moved[5] = next(id_ for id_ in ids.tolist() if bucket not in buckets_of(id_, buckets))
     loaded = like(table)
-    lost = ops.restore_together(*place(loaded), *([part] for part in (slots, moved, *rest)))
+    lost = ops.restore_batches(*place(loaded), *([part] for part in (slots, moved, *rest)))
     other = like(table)
     placed = ops.restore_slots(*place(other), slots, moved, *rest)
     assert lost == int((~placed).sum()) == 1
@@ -78,7 +78,7 @@ def test_slots_that_do_not_ascend_are_refused(slots):
     given = torch.tensor(slots), *(part[:2] for part in batch[1:])
     loaded = like(table)
     with pytest.raises(ValueError, match="slots of batch 0 must ascend"):
-        ops.restore_together(*place(loaded), *([part] for part in given))
+        ops.restore_batches(*place(loaded), *([part] for part in given))
     assert loaded.size == 0
 
 
