@@ -10,16 +10,16 @@ namespace torchrec_hkv::tensor_train::cpu {
 namespace {
 
 constexpr int64_t kFloatBytes = sizeof(float);
-constexpr int64_t kMostKeptBytes = int64_t{1} << 28;
+constexpr int64_t kMaxKeptBytes = int64_t{1} << 28;
 
 struct Block {
   float* data;
   int64_t capacity;
 };
 
-// The blocks that no call uses, the one kept first in front. Threads that do not get the lock at
-// once allocate and free memory instead of waiting. So a child process whose parent held the lock
-// when it forked does not wait forever.
+// The blocks that no call uses, the oldest first. A thread that does not get the lock at once
+// allocates or frees memory instead of waiting. Otherwise a child process would wait forever if
+// another thread of its parent held the lock during the fork.
 class KeptBlocks {
  public:
   // Returns the smallest block of at least this size, or one without data.
@@ -41,10 +41,10 @@ class KeptBlocks {
   // Returns whether the block is kept.
   bool keep(Block block) {
     const int64_t bytes = block.capacity * kFloatBytes;
-    if (bytes > kMostKeptBytes) return false;
+    if (bytes > kMaxKeptBytes) return false;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return false;
-    while (bytes_ + bytes > kMostKeptBytes) {
+    while (bytes_ + bytes > kMaxKeptBytes) {
       std::free(blocks_.front().data);
       bytes_ -= blocks_.front().capacity * kFloatBytes;
       blocks_.erase(blocks_.begin());

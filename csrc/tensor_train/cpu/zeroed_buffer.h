@@ -1,5 +1,6 @@
 // Zeroed memory for sums of gradients and other results within a call. Up to 256 MiB are kept from
-// one call to the next, because the kernel takes longer to provide a page than a call to fill it.
+// one call to the next, because the operating system takes longer to provide a page than a call
+// takes to fill it.
 #pragma once
 
 #include <cstdint>
